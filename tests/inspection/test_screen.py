@@ -273,6 +273,7 @@ def test_names_that_objects_of_the_language_have(report: Report, tmp_path: Path)
 
 
 def test_ten_thousand_nodes_open_quickly(report: Report, tmp_path: Path) -> None:
+    """The best of five searches counts: the other processes of a busy machine are not the page's."""
     names = [f"addmm_{i}" for i in range(5000)]
 
     def layer(i: int) -> str:
@@ -290,7 +291,9 @@ def test_ten_thousand_nodes_open_quickly(report: Report, tmp_path: Path) -> None
         const measure = (act) => { const started = performance.now(); act(); document.body.getBoundingClientRect();
           return performance.now() - started; };
         answer.ready = Number(document.documentElement.dataset.ready);
-        answer.search = Math.max(...["layers.31", "a", "addmm_4999"].map((word) => measure(() => type(word))));
+        const searched = (word) => { type(""); return measure(() => type(word)); };
+        const fastest = (word) => Math.min(...Array.from({ length: 5 }, () => searched(word)));
+        answer.search = Math.max(...["layers.31", "a", "addmm_4999"].map(fastest));
         type("layers.31");
         answer.found = byId("found").textContent;
         answer.show = measure(() => showNode("captured", "addmm_4000"));
