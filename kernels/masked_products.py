@@ -23,7 +23,10 @@ def are_finite(*tensors: Tensor) -> bool:
     A sum is the cheapest reduction that keeps NaN and infinity. One that overflows by itself reads as not finite, which
     costs time and changes nothing.
     """
-    return all(math.isfinite(x.sum(dtype=_SUM_DTYPES.get(x.dtype)).item()) for x in tensors)
+    for x in tensors:
+        if not math.isfinite(x.sum(dtype=_SUM_DTYPES.get(x.dtype)).item()):
+            return False
+    return True
 
 
 def masked_product(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:

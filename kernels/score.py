@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -85,6 +85,11 @@ class Score:
     def __post_init__(self) -> None:
         # Written at once: inside a compiled region the numbers may have become symbols.
         object.__setattr__(self, "_text", f"[{_write(self.value)},{_write(self.visible)}]")
+
+    @cached_property
+    def linear(self) -> "Linear | None":
+        """The value as :func:`linear_in_dot` splits it."""
+        return linear_in_dot(self.value)
 
     def to_json(self) -> str:
         """Return the score as one string; floats round-trip exactly, infinities included."""
@@ -207,7 +212,7 @@ class _Evaluator:
         if not indices:
             return buffer
         sizes = zip(indices, buffer.shape, strict=True)
-        return buffer[tuple(self.index(index, size) for index, size in sizes)]
+        return buffer[(*[self.index(index, size) for index, size in sizes],)]
 
     def index(self, expr: Expr, size: int) -> Tensor | int:
         if expr[0] == "const":  # a tensor of no dimensions would be asked for its number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -252,22 +252,29 @@ class Analysis:
         """The tensors of a call as compiled code takes them."""
         return args if self.batch is None else self.batch.laid_out(args)
 
-    def extent(self, args: Sequence[Any]) -> tuple[int, int]:
-        """Rows and columns of a call."""
+    def extent(self, sizes: Mapping[Any, int]) -> tuple[int, int]:
+        """Rows and columns of a call with these values of symbols."""
         assert self.tokens is not None
-        rows, columns = concrete((self.tokens.rows, self.tokens.columns), self.values(args))
+        rows, columns = concrete((self.tokens.rows, self.tokens.columns), sizes)
         return rows, columns
 
     def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
         """Return input positions that distinguish tokens, without some conditions on keys."""
         staying = [read for condition, read in self.identity_of_keys.items() if condition not in redundant]
-        return sorted({*self.identity, *(position for read in staying for position in read)})
+        return sorted({*self.identity}.union(*staying))
 
     @cached_property
     def packed_outputs(self) -> dict[int, Dims]:
         """Positions and dimensions of the outputs that leave the graph packed."""
         facts = {i: fact_of(item) for i, item in enumerate(self._outputs) if isinstance(item, fx.Node)}
         return {i: fact.dims for i, fact in facts.items() if is_packed_output(fact) and fact.dims is not None}
+
+    @cached_property
+    def output_sizes(self) -> dict[int, list[Any]]:
+        """Positions and sizes on rows of the outputs that leave the graph packed."""
+        return {
+            i: [math.prod(factor.size for factor in dim) for dim in dims] for i, dims in self.packed_outputs.items()
+        }
 
     @cached_property
     def returns_loss(self) -> bool:

@@ -26,7 +26,7 @@ from treefx.kernels.cpu.bias_gradients import BiasGradients, bias_is_summable
 from treefx.kernels.cpu.scored_tiles import plan_scored_tiles
 from treefx.kernels.cpu.tile_calls import attend_tile, differentiate_tile
 from treefx.kernels.masked_products import are_finite
-from treefx.kernels.score import Expr, Linear, Score, linear_in_dot
+from treefx.kernels.score import Expr, Linear, Score
 from treefx.kernels.tiles.rectangles import Tile, add_keys, plain_tiles, take_keys
 from treefx.kernels.tiles.structure import find_structure
 
@@ -38,7 +38,7 @@ _FAINT = -1e4
 
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
-    linear = linear_in_dot(score.value)
+    linear = score.linear
     whole = inputs.with_all_keys()
     out, lse = eager_tiles.forward(whole, score) if linear is None else _forward_linear(whole, linear, score.visible)
     if not are_finite(out):
@@ -60,7 +60,7 @@ def backward(
 
     The list: of the boundary and of sinks if given, of the marked buffers.
     """
-    linear, whole = linear_in_dot(score.value), inputs.with_all_keys()
+    linear, whole = score.linear, inputs.with_all_keys()
     faint, whole_lse = _faint_rows(lse, linear), lse
     if faint is not None:
         lse = lse.index_fill(2, faint, torch.inf)  # every exp(logit - lse) is 0: they are left out
@@ -201,6 +201,8 @@ def _differentiate_tiles(
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad q and k, or v, with zeros to one head width, which changes no result."""
     width = max(q.shape[-1], v.shape[-1])
+    if k.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return q, k, v
     return _widened(q, width), _widened(k, width), _widened(v, width)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
 from treefx.kernels.cpu import attention as cpu
 from treefx.kernels.cpu.tile_calls import flash, flash_backward
-from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.score import Score
 from treefx.kernels.tiles.structure import Above
 
 __all__ = ["backward", "forward", "plain_factor"]
@@ -80,7 +80,7 @@ def backward(
 
 def plain_factor(q: Tensor, v: Tensor, score: Score) -> float | None:
     """Return the factor of q.k if it is the whole logit under the tree's condition; else None."""
-    linear = linear_in_dot(score.value)
+    linear = score.linear
     if linear is None or linear[1] is not None or score.visible is not None:
         return None
     return linear[0] if q.shape[-1] == v.shape[-1] else None

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.cpu import attention as cpu
 from treefx.kernels.masked_products import are_finite
-from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.score import Score
 from treefx.kernels.tiles.rectangles import SMALL_TILE, Tile, plain_tiles
 from treefx.kernels.tiles.structure import find_structure
 
@@ -95,7 +95,7 @@ def _is_simple(q: Tensor, k: Tensor, v: Tensor, impl: str) -> bool:
 def _plain_factor(text: str) -> float | None:
     """Return the factor of q.k if it is the whole logit under the tree's condition; else None."""
     score = Score.from_json(text)
-    linear = linear_in_dot(score.value)
+    linear = score.linear
     return None if linear is None or linear[1] is not None or score.visible is not None else linear[0]
 
 

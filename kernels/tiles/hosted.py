@@ -174,10 +174,11 @@ def reading(tensors: Sequence[Tensor]) -> Iterator[None]:
     Args:
         tensors: Inputs of the call; those that are large, or on the CPU, are left out.
     """
-    if _scope.copies is not None or not any(map(is_on_device, tensors)):
+    far = [x for x in tensors if x.device.type != "cpu"]
+    if _scope.copies is not None or not far:
         yield
         return
-    _scope.tensors = tuple(x for x in tensors if is_on_device(x) and is_small(x) and not x.is_inference())
+    _scope.tensors = tuple(x for x in far if is_small(x) and not x.is_inference())
     _scope.copies = {}
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from treefx.kernels.tiles.hosted import is_on_device, is_small, on_host
+from treefx.kernels.tiles.hosted import is_small, on_host
 from treefx.passes.inputs.given_masks import GivenMask, parts_of_mask, prove_mask
 
 __all__ = ["InputValues", "input_values"]
@@ -59,26 +59,26 @@ class InputValues:
 def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
     """Read masks [.., T, T] of a call, and values that decide over ``flash`` attention."""
     readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
-    given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
+    given = [(i, x if x.is_cpu else _at_hand(x)) for i, x in readable]
     tables = [(i, x) for i, x in given if x.dim() == 2]
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
     found = [prove_mask(i, x) for i, x in square]
     bounds = {i: _bounds(x) for i, x in tables if x.dtype is not torch.bool}
-    binary = frozenset(i for i, found in bounds.items() if found is not None)
+    binary = frozenset([i for i, found in bounds.items() if found is not None])
     asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
     repeated = []
     for i, x in given:  # no call more in a steady step
         if x.dtype is torch.bool and x.dim() == 3 and x.shape[2] > 1 and x.stride(2) == 0:
             repeated.append(i)  # noqa: PERF401
     return InputValues(
-        frozenset(i for i, x in tables if _counts_up(x)),
+        frozenset([i for i, x in tables if _counts_up(x)]),
         binary,
-        frozenset(i for i, x in tables if bounds.get(i) == 0 and not x.is_floating_point()),
-        frozenset(i for i, x in asked if _is_one_run(x)),
-        frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
+        frozenset([i for i, x in tables if bounds.get(i) == 0 and not x.is_floating_point()]),
+        frozenset([i for i, x in asked if _is_one_run(x)]),
+        frozenset([i for i, x in asked if x.shape[0] == 1 and bool(x.all())]),
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
-        tuple(mask for mask in found if mask is not None),
+        (*[mask for mask in found if mask is not None],),
         repeated=frozenset(repeated),
     )
 

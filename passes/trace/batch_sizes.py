@@ -70,6 +70,7 @@ class BatchSizes(TokenCount):
         for symbol in numbers:
             self._hints[symbol] = _number(sizes[symbol], self._hints.get(COLUMNS, 0), sizes.get(COLUMNS, 0), taken)
         self._made = {symbol: self._symbol(hint) for symbol, hint in self._hints.items()}
+        self._places = [(self._made[symbol], i, d) for symbol, (i, d) in self._where.items()]
         self.inputs: list[Tensor] = []
         """The fake inputs that are tensors, in the order made."""
         self._symbolic: list[bool] = []
@@ -85,7 +86,7 @@ class BatchSizes(TokenCount):
 
     def values(self, tensors: Sequence[Tensor]) -> dict[Any, int]:
         """Return the values of the symbols in a call; ``tensors`` are those among its inputs."""
-        return {self._made[symbol]: size for symbol, size in self._sizes(tensors).items()}
+        return {made: tensors[i].shape[d] for made, i, d in self._places}
 
     def symbol(self, of: sympy.Symbol) -> Any:
         """The symbol that stands for one of the pattern in ``values``."""

@@ -74,8 +74,10 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
         roles: Role of each placeholder: rows and columns are those of the first integer "input" [B, T].
         args: One value per placeholder.
     """
-    ids = next((x for x, role in zip(args, roles, strict=True) if role == "input" and _may_be_ids(x)), None)
-    if ids is None:
+    for ids, role in zip(args, roles, strict=True):
+        if role == "input" and _may_be_ids(ids):
+            break
+    else:
         return None
     rows, columns = ids.shape
     known = _known_inputs(gm)
@@ -119,6 +121,8 @@ def _has_symbols(inputs: Sequence[Any]) -> bool:
 
 def _numbers_of_caller(known: _Inputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
     """Return symbols of numbers the graph computes with, by value; other inputs share them."""
+    if not known.sizes and not known.numbers:
+        return {}
     read = [i for i, expr in known.sizes.items() if expr is not None]
     return {args[i]: _number(i) for i in read} | {args[i].shape[0]: _number(i) for i in known.numbers}
 

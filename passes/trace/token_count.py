@@ -173,6 +173,9 @@ class TokenCount(SizeConditions):
         self.count: Any = None
         """N, a ``torch.SymInt``; there once ``vectors`` was called."""
         self._symbols: list[Any] = []
+        self._of_guards: set[Any] = set()
+        """The symbols of the conditions up to ``_read``."""
+        self._read = 0
 
     def vectors(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
         """Fake vectors [N], one per dtype; ``mode`` has this environment."""
@@ -216,8 +219,15 @@ class TokenCount(SizeConditions):
         if tokens % self.multiple:
             return False
         values = {**dict(zip(self._symbols, (tokens, *further), strict=True)), **(given or {})}
-        unknown = {symbol for guard in self.guards for symbol in guard.expr.free_symbols} - values.keys()
-        return not unknown and self.holds(values)
+        return self._asked() <= values.keys() and self.holds(values)
+
+    def _asked(self) -> set[Any]:
+        """The symbols of all conditions; there may be more of them than at the last question."""
+        count = len(self.guards)
+        for guard in self.guards[self._read : count]:
+            self._of_guards |= guard.expr.free_symbols
+        self._read = count
+        return self._of_guards
 
 
 def add_count_input(gm: fx.GraphModule, count: Any, name: str = "tokens") -> None:

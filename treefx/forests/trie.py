@@ -167,12 +167,12 @@ def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> t
     if kinds - {"i", "u"}:
         raise InputError("build_trie expected integer keys; combine other columns with combine_keys first")
     rows = [np.ascontiguousarray(row, dtype=np.int64) for row in keys]
-    width = max((len(row) for row in rows), default=0)
+    width = max(map(len, rows), default=0)
     if isinstance(keys, np.ndarray):
         width = keys.shape[1]
     if lengths is None:
         return rows, width
-    fits = len(lengths) == len(rows) and all(0 <= n <= len(row) for n, row in zip(lengths, rows, strict=True))
+    fits = len(lengths) == len(rows) and all([0 <= n <= len(row) for n, row in zip(lengths, rows, strict=True)])
     if not fits:
         raise InputError(f"build_trie expected one length in [0, L] for each of {len(rows)} rows, got {lengths}")
     return [row[:length] for row, length in zip(rows, lengths, strict=True)], width

@@ -122,7 +122,7 @@ class Analyses:
         if self._strange is not None:
             return self._strange
         tensors = self.tensors(args)
-        values = self._values(args)
+        values = self._values(args, tensors)
         try:
             shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
         except NotNow as error:
@@ -132,15 +132,13 @@ class Analyses:
         self._records.report.note_analysis(shape.analysis)
         return shape
 
-    def _values(self, args: Sequence[Any]) -> InputValues:
-        values = input_values(
-            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash
-        )
+    def _values(self, args: Sequence[Any], tensors: Sequence[Tensor]) -> InputValues:
+        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash)
         origins = self._origins(args)
         if not origins:
             return values
-        tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
-        known = {tensors.index(i): per_token for i, per_token in origins.items()}
+        places = [i for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
+        known = {places.index(i): per_token for i, per_token in origins.items()}
         tokens = frozenset(i for i, per_token in known.items() if per_token)
         return replace(values, tokens=tokens, vectors=frozenset(known) - tokens)
 
@@ -199,6 +197,8 @@ class Analyses:
 
     def filled(self, args: Sequence[Any]) -> list[Any]:
         """The inputs with the values of the numbers that Dynamo passes as tensors."""
+        if not self._numbers:
+            return list(args)
         return [x.item() if i in self._numbers else x for i, x in enumerate(args)]
 
     def tensors(self, args: Sequence[Any]) -> list[Any]:
@@ -206,7 +206,11 @@ class Analyses:
         return [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
 
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
-        return [role for x, role in zip(self.filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
+        return [
+            role
+            for i, (x, role) in enumerate(zip(args, self._roles, strict=True))
+            if isinstance(x, Tensor) and i not in self._numbers
+        ]
 
     def _analyse(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None, sizes: Sequence[int] = ()

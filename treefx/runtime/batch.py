@@ -78,7 +78,7 @@ def build_batch(
     """
     made_for = size, keys[0].device if device is None else device
     keys, places = list(map(on_host, keys)), None if places is None else list(map(on_host, places))
-    keep, starts = (None if x is None else on_host(x) for x in (keep, starts))
+    keep, starts = None if keep is None else on_host(keep), None if starts is None else on_host(starts)
     content: _Content = keys, places, None if keep is None else [keep], None if starts is None else [starts]
     with _remembering:
         recent = list(_recent)
@@ -91,7 +91,7 @@ def build_batch(
             if starts is None
             else _build_segments([*keys, *(places or ())], keep, starts, made_for)
         )
-        entry = tuple(None if values is None else [value.clone() for value in values] for values in content)
+        entry = (*[None if values is None else [*map(torch.clone, values)] for values in content],)
     with _remembering:
         _recent.append((entry, made_for, batch))
     return batch
@@ -132,9 +132,10 @@ def _numbers(batch: Batch) -> Codes:
 def _same(left: Sequence[Tensor] | None, right: Sequence[Tensor] | None) -> bool:
     if left is None or right is None:
         return left is right
-    return len(left) == len(right) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
-    )
+    for a, b in zip(left, right, strict=False):
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b):
+            return False
+    return len(left) == len(right)
 
 
 def _arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
@@ -215,7 +216,7 @@ def _tensors(
         row, column = (np.pad(x, (0, missing), constant_values=x[0] if tokens else 0) for x in (row, column))
         end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)])
     arrays = [row.astype(np.int64), column.astype(np.int64), end.astype(np.int32), token_of]
-    first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)
+    first, second, third, fourth = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
     sent = send(first, device), send(second, device), send(third, device, keep=True), send(fourth, device)
     return Batch(tokens, sent)
 

@@ -234,8 +234,8 @@ class Grid:
 
     def __init__(self, analysis: Analysis, args: Sequence[Any], *, on_host: bool = False) -> None:
         self._gm, self._tokens, self.sizes = analysis.gm, analysis.tokens, analysis.values(args)
-        self.rows, self.columns = analysis.extent(args)
-        first = next(x for x in args if isinstance(x, Tensor))
+        self.rows, self.columns = analysis.extent(self.sizes)
+        first, *_ = [x for x in args if isinstance(x, Tensor)]
         self._on_host, self.placed_on = on_host and is_on_device(first), first.device
         self.device = torch.device("cpu") if self._on_host else self.placed_on
         self._inputs = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
@@ -395,5 +395,5 @@ def _positions_first(x: Tensor, dims: Dims, sizes: Mapping[Any, int]) -> Tensor:
     split = x.reshape(concrete([factor.size for factor in factors], sizes))
     axes = [factor.axis for factor in factors]
     front = split.movedim((axes.index(Axis.ROW), axes.index(Axis.TOKEN)), (0, 1))
-    plain = [int(math.prod(f.size for f in dim)) for dim in dims if all(f.axis is Axis.PLAIN for f in dim)]
+    plain = [int(math.prod(f.size for f in dim)) for dim in dims if all([f.axis is Axis.PLAIN for f in dim])]
     return front.reshape([front.shape[0] * front.shape[1], *plain])

@@ -38,17 +38,21 @@ class Records:
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """A call of the model with these parameters."""
-        self._current.report = self._reports.of(parameters)
+        report = self._current.report = self._reports.of(parameters)
         self._current.version = version_of(parameters) if torch.is_grad_enabled() else None
-        self.report.count_call()
+        report.count_call()
 
-    def count_rows(self, raw_tokens: int, tokens: int, prefixes: Prefixes | None, ids: Tensor | None = None) -> None:
-        """Count a call of rows; calls without gradients (sampling) belong to no step."""
-        self.report.raw_tokens, self.report.tokens = raw_tokens, tokens
-        self.report.distinct_tokens = None if prefixes is None else len(prefixes)
+    def count_rows(
+        self, raw_tokens: int, tokens: int, prefixes: Prefixes | None, ids: Tensor | None = None
+    ) -> GraphReport:
+        """Count a call of rows in its report; calls without gradients (sampling) belong to no step."""
+        report = self.report
+        report.raw_tokens, report.tokens = raw_tokens, tokens
+        report.distinct_tokens = None if prefixes is None else len(prefixes)
         version, self._current.version = getattr(self._current, "version", None), None  # a call may run twice
         if version is not None and prefixes is not None:
-            self.report.steps.count(version, raw_tokens, tokens, prefixes, ids)
+            report.steps.count(version, raw_tokens, tokens, prefixes, ids)
+        return report
 
     @property
     def report(self) -> GraphReport:

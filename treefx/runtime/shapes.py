@@ -158,7 +158,10 @@ class Outgrown(Exception):
 
 
 def _admitting(known: Sequence[Executable], sizes: Sequence[int], values: Mapping[Any, int]) -> Executable | None:
-    return next((item for item in list(known) if item.rewritten.count.admits(*sizes, given=values)), None)
+    for item in list(known):
+        if item.rewritten.count.admits(*sizes, given=values):
+            return item
+    return None
 
 
 @dataclass(frozen=True)
@@ -205,12 +208,14 @@ class KnownShapes:
     def find(self, key: tuple[Any, ...], args: Sequence[Tensor], sizes: Sequence[int] = ()) -> Shape | Refusal | None:
         """Look up a key for these tensors, and for a number of tokens if one is given."""
         known = self._known.get(key, ())
-        admitting = [item for item in known if item.admits(args) and item.proof.holds(args)]
-        found = next((x for x in admitting if not sizes or isinstance(x, Shape) and x.serves(args, sizes)), None)
-        if found is not None:
-            with suppress(KeyError):  # another thread has just made room
-                self._known.move_to_end(key)
-        return found
+        for item in list(known):
+            if not item.admits(args) or not item.proof.holds(args):
+                continue
+            if not sizes or isinstance(item, Shape) and item.serves(args, sizes):
+                with suppress(KeyError):  # another thread has just made room
+                    self._known.move_to_end(key)
+                return item
+        return None
 
     def refuse(self, shape: Shape, reason: Reason) -> None:
         """Forget a shape that turned out not to serve, and why."""

@@ -72,6 +72,8 @@ class _Window:
     tokens: int = 0
     repeats: int = 0
     prefixes: list[Prefixes] = field(default_factory=list)
+    remembered: int = 0
+    """Length of all prefixes."""
     seen: deque[tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=lambda: deque(maxlen=_MOST_INPUTS))
     """Token ids of calls, how often each had been changed in place, and the calls' tokens."""
 
@@ -80,8 +82,9 @@ class _Window:
         if ids is None or ids.is_inference():
             return False
         call = ids._version, raw_tokens, tokens
-        if any(known() is ids and earlier == call for known, earlier in self.seen):
-            return True
+        for known, earlier in self.seen:
+            if known() is ids and earlier == call:
+                return True
         self.seen.append((weakref.ref(ids), call))
         return False
 
@@ -89,11 +92,8 @@ class _Window:
         """Count lazily: it numbers and sorts the prefixes."""
         distinct = np.unique(np.concatenate([prefixes.numbers for prefixes in self.prefixes]))
         self.prefixes = [Prefixes(len(distinct), lambda: distinct)]
+        self.remembered = len(distinct)
         return StepSharing(self.calls, self.raw_tokens, self.tokens, len(distinct), self.repeats)
-
-    @property
-    def remembered(self) -> int:
-        return sum(map(len, self.prefixes))
 
 
 class Steps:
@@ -126,6 +126,7 @@ class Steps:
         now.raw_tokens += raw_tokens
         now.tokens += tokens
         now.prefixes.append(prefixes)
+        now.remembered += len(prefixes)
 
     def last(self, version: int) -> StepSharing | None:
         """Return the last complete step, or the running one; None if nothing was counted."""

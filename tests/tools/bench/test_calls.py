@@ -8,11 +8,11 @@ from treefx.tools.bench import calls
 from treefx.tools.bench.calls import ENTRIES, Walk, walked
 
 MOST = {
-    "rows": (560, 50),
-    "forest": (510, 46),
-    "converted": (560, 42),
-    "converted, head packed": (760, 46),
-    "a plan of 7 parts": (7000, 60),
+    "rows": (400, 45),
+    "forest": (421, 44),
+    "converted": (493, 41),
+    "converted, head packed": (689, 45),
+    "a plan of 7 parts": (5896, 59),
 }
 """Calls and files of the forward; of a plan, of the whole step."""
 

@@ -15,7 +15,7 @@ from torch import fx
 from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.cpu.boundary import plain_factor
 from treefx.kernels.cpu.tile_calls import flash, flash_backward
-from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.score import Score
 from treefx.planning.cost.device import device_workspace
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.memory import track_peak
@@ -47,7 +47,7 @@ def workspace(node: fx.Node) -> sympy.Expr:
     boundary = [source.meta["val"] for source in node.args[_BEFORE_BOUNDARY[backward] :][:2]]  # type: ignore[union-attr]
     if q.device.type == "cuda":
         return device_workspace(node)
-    if q.device.type != "cpu" or q.dtype == torch.float64 or linear_in_dot(score.value) is None:
+    if q.device.type != "cpu" or q.dtype == torch.float64 or score.linear is None:
         return sympy.Integer(0)
     per_pair = bytes_per_pair(q.dtype, int(q.shape[-1]))[backward]
     made = _wide_bytes([q, k, v, *boundary] if backward else [q])

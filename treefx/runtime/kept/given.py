@@ -102,7 +102,7 @@ def _copy(x: Any) -> Any:
     """Copy a small-integer tensor with its strides; return anything else unchanged."""
     if type(x) is not Tensor or x.is_floating_point() or x.is_complex() or x.numel() == 0:
         return x
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    span = 1 + sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
     if span * x.element_size() > COMPARED_BYTES:
         return x
     return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())

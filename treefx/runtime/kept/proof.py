@@ -38,7 +38,10 @@ class Proof:
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Whether the same could be proved with these."""
-        return all(seen.is_in(args[i]) for i, seen in self._seen.items())
+        for i, seen in self._seen.items():
+            if not seen.is_in(args[i]):
+                return False
+        return True
 
 
 class _Seen(Protocol):

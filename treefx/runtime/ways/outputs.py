@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,12 +70,13 @@ class Outputs:
     ) -> tuple[Any, ...]:
         """The outputs as the caller expects them."""
         given = self._given(args) if variant.detached else None
-        return tuple(
+        found = [
             self._lazily(shape, given, i, value, batch, absent=i in variant.absent)
             if given is not None and i in variant.detached
             else self._on_rows(shape, i, value, batch)
             for i, value in enumerate(results)
-        )
+        ]
+        return tuple(found)
 
     def _given(self, args: Sequence[Any]) -> Given:
         if self._watched is None:
@@ -111,8 +111,6 @@ class Outputs:
             inputs = [x for x, is_in in zip(leaves, needed, strict=True) if is_in]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
 
-        dims = shape.analysis.packed_outputs[position]
-        sizes = [math.prod(factor.size for factor in dim) for dim in dims]
-        rows = concrete(sizes, shape.analysis.values(self._analyses.tensors(args)))
+        rows = concrete(shape.analysis.output_sizes[position], shape.analysis.values(self._analyses.tensors(args)))
         learned = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
         return lazy_rows(Deferred(rows, value, compute, differentiate, learned))

@@ -34,18 +34,19 @@ class PackedRun:
         self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | Exchange | None = None
     ) -> Any:
         """Run a variant; return None where its masks do not hide all they should."""
-        sizes = [batch.size, *([] if cut is None else cut.sizes)]
+        count = batch.size
+        sizes = [count, *([] if cut is None else cut.sizes)]
         sizes_of_batch = shape.analysis.values(tensors).values()
         # Not outside: grad mode is a guard of Dynamo's code.
         gradients = torch.is_grad_enabled() and (cut is None or cut.run not in ("infer", "kv"))
         with torch.set_grad_enabled(gradients):
             made = shape.analysis.made_inputs
             tensors = [guarded(x) if i in made else x for i, x in enumerate(tensors)] if made else tensors
-            given = [*shape.analysis.laid_out(tensors), *batch.metadata, batch.size, *sizes_of_batch]
+            given = [*shape.analysis.laid_out(tensors), *batch.metadata, count, *sizes_of_batch]
             executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
             self._records.show(executable)
-            self._records.report.reason, self._records.report.ran = None, "packed"
-            self._records.report.way = "forest" if variant.native else "rows"
+            report = self._records.report
+            report.reason, report.ran, report.way = None, "packed", "forest" if variant.native else "rows"
             with torch._C._DisableAutocast():
                 graph = executable.rewritten.cut
                 results: Sequence[Any] = (

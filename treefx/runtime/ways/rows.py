@@ -97,8 +97,8 @@ class RowsRun:
             self._records.count_rows(raw, raw, found.prefixes, ids)
         else:
             tokens = found.batch.tokens if found.shares else raw
-            self._records.report.trie = weakref.ref(found.batch), found.redundant
-            self._records.count_rows(raw, tokens, found.batch.prefixes, ids)
+            report = self._records.count_rows(raw, tokens, found.batch.prefixes, ids)
+            report.trie = weakref.ref(found.batch), found.redundant
 
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
         """Run the model's own graph for scores so large that a mask does not hide others."""

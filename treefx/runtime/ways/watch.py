@@ -48,7 +48,7 @@ class SharingWatch:
     def look(self, report: GraphReport, args: Sequence[Any]) -> None:
         """Note the loss of a finished call."""
         report.cut = self._behind if report.has_tokens else self._before
-        if _is(report, Cause.NO_ATTENTION) and report.cut is not None and not report.feeds_others:
+        if report.cut is not None and _is(report, Cause.NO_ATTENTION) and not report.feeds_others:
             report.reason = Reason(Cause.GRAPH_BREAK, report.cut)
         if report.ran == "ordinary" and self._may_share(report):
             self._look_at_rows(report, {name: args[i] for i, name in self._inputs})

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from treefx.tools.bench.job.synthetic import shared_prefix_batch
 from treefx.tools.bench.plan import token_cost
 
 __all__ = ["ENTRIES", "Walk", "run", "walked"]
+
+_Given = TypeVar("_Given")
 
 _WARM_UP, _ROWS, _PREFIX, _SUFFIX, _VOCABULARY = 4, 4, 24, 8, 64
 _LIMIT = 36
@@ -111,15 +113,13 @@ def _rows(seed: int) -> dict[str, Tensor]:
     return batch.model_inputs()
 
 
-def _forest(seed: int) -> treefx.Forest:
-    return treefx.Forest.from_sequences(_rows(seed)["input_ids"].tolist())
-
-
-def _walk(model: Any, forward: Callable[[int], Tensor]) -> tuple[Walk, Walk]:
-    for seed in range(_WARM_UP):
-        torch.autograd.backward(forward(seed))
+def _walk(model: Any, given: Callable[[int], _Given], forward: Callable[[_Given], Tensor]) -> tuple[Walk, Walk]:
+    """The forward and the backward of a step; what it is given was made before."""
+    *before, last = [given(seed) for seed in range(_WARM_UP + 1)]
+    for batch in before:
+        torch.autograd.backward(forward(batch))
     with walked() as there:
-        loss = forward(_WARM_UP)
+        loss = forward(last)
     if treefx.inspect(model).stats["ran"] != "packed":
         raise InputError(f"the step should run packed, but did not: {treefx.inspect(model).stats['fallback']}")
     with walked() as back:
@@ -129,29 +129,29 @@ def _walk(model: Any, forward: Callable[[int], Tensor]) -> tuple[Walk, Walk]:
 
 def _walk_rows(model: nn.Module) -> tuple[Walk, Walk]:
     model.compile(backend="treefx", options={"inner": "aot_eager"})
-    return _walk(model, lambda seed: model(**_rows(seed)).loss)
+    return _walk(model, _rows, lambda batch: model(**batch).loss)
 
 
 def _walk_forest(model: nn.Module) -> tuple[Walk, Walk]:
     compiled = torch.compile(model, backend="treefx", options={"inner": "aot_eager"})
 
-    def loss_of(seed: int) -> Tensor:
-        forest = _forest(seed)
+    def loss_of(rows: dict[str, Tensor]) -> Tensor:
+        forest = treefx.Forest.from_sequences(rows["input_ids"].tolist())
         with treefx.use(forest):
             logits = compiled(**forest.model_inputs()).logits
             return treefx.losses.sft(treefx.edge_logprobs(logits, forest), forest)
 
-    return _walk(compiled, loss_of)
+    return _walk(compiled, _rows, loss_of)
 
 
 def _walk_converted(model: nn.Module) -> tuple[Walk, Walk]:
     treefx.convert(model)
-    return _walk(model, lambda seed: model(**_rows(seed)).loss)
+    return _walk(model, _rows, lambda batch: model(**batch).loss)
 
 
 def _walk_converted_head(model: nn.Module) -> tuple[Walk, Walk]:
     treefx.convert(model, pack_lm_head=True)
-    return _walk(model, lambda seed: model(**_rows(seed)).loss)
+    return _walk(model, _rows, lambda batch: model(**batch).loss)
 
 
 def _walk_plan(model: nn.Module) -> tuple[Walk, None]:
