@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.data.engines import gym_rollout
 from treefx.cli import app
 from treefx.cli.doctor import self_check
 from treefx.data import Conversation, scripted_conversations
@@ -96,6 +97,25 @@ def test_data_of_pairs_and_of_broken_records(tmp_path: Path) -> None:
     assert (figures["raw_tokens"], figures["tokens"]) == (2 * 10 + 5 + 6 + 2, 10 + 1 + 4 + 5 + 2)
     result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes", "--skip-broken"])
     assert "2 answers of 1 pair " in result.output and "skipped 2; the first:" in result.output
+
+
+def test_data_and_plan_of_traces(tmp_path: Path) -> None:
+    """Traces have token ids: no tokenizer is made."""
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(f"{json.dumps(gym_rollout(10 + 10 * n, n))}\n" for n in range(2)))
+    figures = _json(["data", str(path), "--draw", str(tmp_path / "tree.svg"), "--json"])
+    assert (figures["vocab_size"], figures["tasks"], figures["rows"], figures["merged_rows"]) == (None, 1, 4, 2)
+    assert (figures["raw_tokens"], figures["merged_tokens"], figures["tokens"]) == (40, 24, 18)
+    assert (tmp_path / "tree.svg").exists()
+    assert _json(["plan", str(path), "--json"])["tokens"] == 18
+    dump = tmp_path / "3.jsonl"
+    dump.write_text(json.dumps({"input": "ask", "output": "yes", "score": 1.0, "step": 3}))
+    assert _json(["data", str(dump), "--tokenizer", "bytes", "--json"])["tokens"] == 7
+    with pytest.raises(InputError, match="texts only"):
+        CliRunner().invoke(app, ["plan", str(dump)], catch_exceptions=False)
+    dump.write_text(json.dumps({"messages": [{"role": "assistant", "content": "yes"}]}))
+    with pytest.raises(InputError, match="--reward-key chooses a reward of traces"):
+        CliRunner().invoke(app, ["data", str(dump), "--reward-key", "a"], catch_exceptions=False)
 
 
 def test_data_tells_drift(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
         ReadReport,
         Sample,
         SharingStatistics,
+        Text,
         Tokenizer,
+        Trace,
     )
 
 __all__ = ["data"]
@@ -34,8 +37,9 @@ def data(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A file or folder: chats, tau-bench, ToolBench, groups of trials, or pairs of answers, as JSON lines, "
-            "JSON lists or documents, gzip or not. Default: a scripted sample."
+            help="A file or folder: chats, tau-bench, ToolBench, groups of trials, pairs of answers, or traces of "
+            "verifiers, NeMo Gym, slime or verl, as JSON lines, lists or documents, gzip or not, or .pt. Default: a "
+            "scripted sample."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -58,6 +62,9 @@ def data(
             "--drop-null-arguments", help="Leave out null fields of call arguments and tools, which Arrow filled in."
         ),
     ] = False,
+    reward_key: Annotated[
+        str | None, typer.Option("--reward-key", help="The reward that counts, where traces have several by name.")
+    ] = None,
     draw: Annotated[Path | None, typer.Option(help="Save a picture of the first task's tree (.png, .svg).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
@@ -67,7 +74,7 @@ def data(
     trials) make one tree; `treefx plan` makes one forest of all rows, in which tasks share their system
     prompt too. "Merged" joins the turns of a conversation where one continues the other: the
     best that can be done with rows. Of a file of pairs {prompt, chosen, rejected}, the two rows of a pair
-    make one tree.
+    make one tree. Traces of engines have token ids, so that no tokenizer is used; verl's JSON lines have texts.
 
     A record that is broken ends the reading; file, line and field are named. With --skip-broken it is left
     out and counted.
@@ -79,26 +86,28 @@ def data(
     check_input(path)
     check_output("--draw", draw)
     with waiting("loading PyTorch", quiet=json) as progress:
-        from treefx.data import ReadReport, forest_of, pair_statistics, sharing_statistics
+        from treefx.data import ReadReport, forest_of
 
         progress.tell("reading rollouts")
         report = ReadReport()
-        pairs, conversations = _read(path, "skip" if skip_broken else "raise", report, drop_null_arguments or None)
+        on_error: OnError = "skip" if skip_broken else "raise"
+        read = _read(path, on_error, report, drop_null_arguments or None, reward_key)
         progress.tell("counting tokens")
-        encoder = _make_encoder([*conversations, *map(_spoken, pairs)], tokenizer, vocab_size)
-        statistics = pair_statistics(pairs, encoder) if pairs else sharing_statistics(conversations, encoder)
-        found = _find_drift(conversations, encoder) if drift else None
+        encoder = None if read.have_token_ids else _make_encoder(read.spoken(), tokenizer, vocab_size)
+        statistics = _count(read, encoder)
+        found = _find_drift(read.conversations, encoder) if drift else None
         if draw is not None:
-            forest_of(_first_rows(pairs, conversations, encoder)).draw(draw)
+            forest_of(_first_rows(read, encoder)).draw(draw)
     if report.skipped:
         notes.print(report.summary(), markup=False, soft_wrap=True)
     if json:
-        about = {"path": str(path) if path else None, "vocab_size": encoder.vocab_size, "skipped": report.skipped}
+        vocabulary = encoder.vocab_size if encoder else None
+        about = {"path": str(path) if path else None, "vocab_size": vocabulary, "skipped": report.skipped}
         figures = about | statistics.to_dict() | ({"drift": found.to_dict()} if found else {})
         print_json(figures, "treefx.data/1")
         return
-    _print(statistics, "pairs" if pairs else "tasks")
-    for line in (found and found.summary(), draw and f"tree of the first {'pair' if pairs else 'task'}: {draw}"):
+    _print(statistics, "pairs" if read.pairs else "tasks")
+    for line in (found and found.summary(), draw and f"tree of the first {'pair' if read.pairs else 'task'}: {draw}"):
         if line:
             print_line(line)
 
@@ -110,17 +119,47 @@ def _check_tokenizer(name: str, drift: bool) -> None:
         raise InputError("--drift needs --tokenizer FOLDER: our own tokenizers encode every message on its own")
 
 
+@dataclass(frozen=True)
+class _Rollouts:
+    """Hold what a file had: one of the three lists is not empty."""
+
+    pairs: list[Preference] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+
+    @property
+    def have_token_ids(self) -> bool:
+        return bool(self.traces) and all(trace.texts is None for trace in self.traces)
+
+    def spoken(self) -> list[Conversation]:
+        """Return the texts, for training a tokenizer."""
+        pairs = [_spoken(pair.prompt, pair.chosen, pair.rejected) for pair in self.pairs]
+        return [*self.conversations, *pairs, *(_spoken(*trace.texts) for trace in self.traces if trace.texts)]
+
+
 def _read(
-    path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None
-) -> tuple[list[Preference], list[Conversation]]:
-    from treefx.data import holds_preferences, load, read_preferences, scripted_conversations
+    path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None, reward_key: str | None
+) -> _Rollouts:
+    from treefx.data import holds_preferences, holds_traces, load, read_preferences, read_traces, scripted_conversations
 
     if path is None:
-        return [], scripted_conversations()
+        return _Rollouts(conversations=scripted_conversations())
+    if holds_traces(path):
+        return _Rollouts(traces=list(read_traces(path, reward_key=reward_key, on_error=on_error, report=report)))
+    if reward_key is not None:
+        raise InputError(f"--reward-key chooses a reward of traces, and {path} holds none")
     if holds_preferences(path):
         pairs = read_preferences(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
-        return list(pairs), []
-    return [], load(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
+        return _Rollouts(pairs=list(pairs))
+    return _Rollouts(conversations=load(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls))
+
+
+def _count(read: _Rollouts, encoder: Tokenizer | ChatTokenizer | None) -> SharingStatistics:
+    from treefx.data import pair_statistics, sharing_statistics, trace_statistics
+
+    if read.traces or encoder is None:
+        return trace_statistics(read.traces, encoder)
+    return pair_statistics(read.pairs, encoder) if read.pairs else sharing_statistics(read.conversations, encoder)
 
 
 def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: int) -> Tokenizer | ChatTokenizer:
@@ -140,30 +179,29 @@ def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: 
         raise InputError(f"the folder {name} holds no tokenizer that transformers can load: {reason}") from error
 
 
-def _find_drift(conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer) -> DriftReport:
+def _find_drift(conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer | None) -> DriftReport:
     from treefx.data import ChatTokenizer, find_drift
 
-    assert isinstance(encoder, ChatTokenizer)  # _check_tokenizer
     if not conversations:
-        raise InputError("--drift compares turns of conversations; pairs of answers have none")
+        raise InputError("--drift compares turns of conversations; pairs of answers and traces have none")
+    assert isinstance(encoder, ChatTokenizer)  # _check_tokenizer
     return find_drift(conversations, encoder)
 
 
-def _first_rows(
-    pairs: Sequence[Preference], conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer
-) -> list[Sample]:
-    from treefx.data import group_by_task, make_samples, preference_batch
+def _first_rows(read: _Rollouts, encoder: Tokenizer | ChatTokenizer | None) -> list[Sample]:
+    from treefx.data import group_by_task, make_samples, preference_batch, trace_samples
 
-    if pairs:
-        return preference_batch(pairs[:1], encoder).samples
-    return make_samples(next(iter(group_by_task(conversations).values())), encoder)
+    if read.traces or encoder is None:
+        return trace_samples([trace for trace in read.traces if trace.group == read.traces[0].group])
+    if read.pairs:
+        return preference_batch(read.pairs[:1], encoder).samples
+    return make_samples(next(iter(group_by_task(read.conversations).values())), encoder)
 
 
-def _spoken(pair: Preference) -> Conversation:
-    """The texts of a pair, for training a tokenizer."""
+def _spoken(*parts: Text) -> Conversation:
+    """Return texts as messages of a user."""
     from treefx.data import Conversation, Message
 
-    parts = (pair.prompt, pair.chosen, pair.rejected)
     said = [(Message("user", part),) if isinstance(part, str) else part for part in parts]
     return Conversation("", 0, tuple(message for messages in said for message in messages))
 

@@ -12,6 +12,7 @@ from treefx.errors import InputError, shorten
 from treefx.output import notes, print_json, print_line, waiting
 
 if TYPE_CHECKING:
+    from treefx.data import Sample
     from treefx.planning.cost.analytic import Dimensions
     from treefx.planning.cost.model import CostModel
     from treefx.planning.search.plan import Plan
@@ -59,9 +60,10 @@ def plan(
 ) -> None:
     """Cut the tree of all rollouts into parts that fit a memory limit, and show what that costs.
 
-    Each assistant turn is one row, as agent frameworks emit them; all rows make one forest (`treefx data` counts a
-    tree per task, and so more tokens where tasks share a system prompt). The cost is an estimate from the sizes of a
-    model, so that no model has to run and no GPU has to be there; with --profile it is what `treefx.profile` measured.
+    Each assistant turn is one row, as agent frameworks emit them, or each branch of a trace; all rows make one forest
+    (`treefx data` counts a tree per task, and so more tokens where tasks share a system prompt). The cost is an
+    estimate from the sizes of a model, so that no model has to run and no GPU has to be there; with --profile it is
+    what `treefx.profile` measured.
     The last table has the same forest under the policies of other systems. With --ranks, rows go to that many
     processes as `treefx.scale.shard_rows` shares them, and each share is planned.
     """
@@ -81,21 +83,17 @@ def plan(
     check_output("--draw", draw)
     with waiting("loading PyTorch", quiet=json) as progress:
         from treefx.cli.plan_many import show_step, show_strategies
-        from treefx.data import load, make_samples, scripted_conversations
         from treefx.forests.forest import Forest
         from treefx.planning.search.planner import plan as make_plan
         from treefx.planning.search.strategies import strategy_names
         from treefx.planning.views.compare import compare_strategies
         from treefx.scale.step import predict_step
-        from treefx.tools.bench.job.rollouts import make_tokenizer
 
         check_choice("--strategy", strategy, ("auto", *strategy_names()))
         check_choice("--sharing", sharing, ("all", "auto"))
         cost = _read_cost(model, profile, (dtype, tflops, host_gbps))
         progress.tell("reading rollouts")
-        conversations = load(rollouts) if rollouts is not None else scripted_conversations()
-        rows = [sample.tokens for sample in make_samples(conversations, make_tokenizer(conversations, tokenizer))]
-        forest = Forest.from_sequences(rows)
+        forest = Forest.from_sequences([sample.tokens for sample in _read_samples(rollouts, tokenizer)])
         progress.tell("planning")
         if compare:
             attempts = compare_strategies(forest, cost, limit)
@@ -110,6 +108,17 @@ def plan(
         show_step(step, json)
     else:
         _show(found, draw, json)
+
+
+def _read_samples(rollouts: Path | None, tokenizer: str) -> list[Sample]:
+    """Return the rows of traces as recorded, or of conversations by a tokenizer."""
+    from treefx.data import holds_traces, load, make_samples, read_traces, scripted_conversations, trace_samples
+    from treefx.tools.bench.job.rollouts import make_tokenizer
+
+    if rollouts is not None and holds_traces(rollouts):
+        return trace_samples(read_traces(rollouts))
+    conversations = load(rollouts) if rollouts is not None else scripted_conversations()
+    return make_samples(conversations, make_tokenizer(conversations, tokenizer))
 
 
 def _read_cost(model: str | None, profile: Path | None, speeds: tuple[str, float, float]) -> CostModel:

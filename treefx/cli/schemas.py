@@ -34,7 +34,7 @@ _DRIFT = {
 }  # fmt: skip
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "treefx.data/1": {
-        "path": str | None, "vocab_size": int, "skipped": int, "tasks": int, "conversations": int, "rows": int,
+        "path": str | None, "vocab_size": int | None, "skipped": int, "tasks": int, "conversations": int, "rows": int,
         "merged_rows": int, "raw_tokens": int, "merged_tokens": int, "tokens": int, "longest_row_tokens": int,
         "labelled_tokens": int, "sharing_ratio": float, "merged_ratio": float, "branching_ratio": float,
         "drift?": _DRIFT,

@@ -1,13 +1,15 @@
 """Agent trajectories: from files to batches of rows that share prefixes.
 
-In: files of conversations, of compared answers or of judged ones. Out: samples (token ids and labels), padded batches
-for an unmodified trainer, or forests with the indices that ``treefx.losses`` take. ``files`` reads records, ``formats``
-interprets them, ``trajectories`` are the common forms; ``tokenization`` and ``template`` are built-in tokenizers.
+In: files of conversations, of compared answers or of judged ones, and traces of rollout engines. Out: samples (token
+ids and labels), padded batches for an unmodified trainer, or forests with the indices that ``treefx.losses`` take.
+``files`` reads records, ``formats`` interprets them, ``trajectories`` are the common forms; ``traces`` have token ids
+already; ``tokenization`` and ``template`` are built-in tokenizers.
 
 Order of imports, each only of what stands before an arrow::
 
-    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat -> grouping, samples,
-    rank_steps -> batching, forest_batches, batch_sampler, prefix_sampler, packed_batches -> statistics -> __init__
+    files -> trajectories, tokenization, traces -> formats, rows, scripted, trace_reading -> loading, template, chat ->
+    grouping, samples, rank_steps -> batching, forest_batches, batch_sampler, prefix_sampler, packed_batches ->
+    trace_batches -> statistics -> __init__
 """
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
@@ -30,8 +32,18 @@ from treefx.data.packed_batches import PackedBatch, packed_batches
 from treefx.data.prefix_sampler import PrefixSampler, cut_into_batches
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
-from treefx.data.statistics import SharingStatistics, group_by_task, pair_statistics, sharing_statistics
+from treefx.data.statistics import (
+    SharingStatistics,
+    group_by_task,
+    pair_statistics,
+    sharing_statistics,
+    trace_statistics,
+)
 from treefx.data.tokenization import BpeTokenizer, ByteTokenizer, Tokenizer, train_tokenizer
+from treefx.data.trace_batches import TraceBatch, TraceNodes, trace_batch, trace_nodes, trace_samples
+from treefx.data.trace_reading import holds_traces, read_traces
+from treefx.data.traces.trace import Trace, TraceNode
+from treefx.data.traces.verl import traces_of_dataproto
 from treefx.data.trajectories import Conversation, Judged, Message, Preference, Role, Text, ToolCall
 
 __all__ = [
@@ -61,6 +73,10 @@ __all__ = [
     "Text",
     "Tokenizer",
     "ToolCall",
+    "Trace",
+    "TraceBatch",
+    "TraceNode",
+    "TraceNodes",
     "TreeBatchSampler",
     "TrialGroup",
     "Value",
@@ -76,6 +92,7 @@ __all__ = [
     "group_by_task",
     "group_trials",
     "holds_preferences",
+    "holds_traces",
     "judged_batch",
     "load",
     "make_samples",
@@ -89,8 +106,14 @@ __all__ = [
     "read_judged",
     "read_preferences",
     "read_records",
+    "read_traces",
     "scripted_conversations",
     "sharing_statistics",
+    "trace_batch",
+    "trace_nodes",
+    "trace_samples",
+    "trace_statistics",
+    "traces_of_dataproto",
     "train_tokenizer",
     "turn_samples",
     "whole_sample",

@@ -9,13 +9,15 @@ from treefx.data.formats.preferences import is_preference, parse_judged, parse_p
 from treefx.data.formats.tau_bench import is_tau_bench, parse_tau_bench
 from treefx.data.formats.toolbench import is_toolbench, parse_toolbench
 from treefx.data.formats.trials import is_trials, parse_trials
+from treefx.data.formats.verifiers_results import is_verifiers_result, parse_verifiers_result
 from treefx.data.trajectories import Conversation, Judged, Preference
 
 __all__ = ["holds_preferences", "load", "read_conversations", "read_judged", "read_preferences"]
 
 _FORMATS = (
     "a tau-bench trajectory {task_id, traj}, a ToolBench decision tree {tree: {tree}}, a chat {messages}, "
-    "or a group of trials {prompt, completions}"
+    "a group of trials {prompt, completions}, or a result of verifiers {example_id, prompt, completion} "
+    "(read_traces reads traces with token ids: verifiers, NeMo Gym, slime, verl)"
 )
 
 
@@ -190,6 +192,7 @@ def _parse_record(record: Value) -> list[Conversation]:
         (is_toolbench, parse_toolbench),
         (is_openai_chat, parse_openai_chat),
         (is_trials, parse_trials),
+        (is_verifiers_result, parse_verifiers_result),
     ):
         if recognises(record.raw):
             return parse(record, source)

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from treefx.data.forest_batches import preference_batch
-from treefx.data.samples import IGNORED, AnyTokenizer, Sample, merge_turns, turn_samples
+from treefx.data.samples import IGNORED, AnyTokenizer, Sample, as_encoder, merge_turns, sample_of, turn_samples
+from treefx.data.trace_batches import trace_samples
+from treefx.data.traces.trace import Trace
 from treefx.data.trajectories import Conversation, Preference
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 
-__all__ = ["SharingStatistics", "group_by_task", "pair_statistics", "sharing_statistics"]
+__all__ = ["SharingStatistics", "group_by_task", "pair_statistics", "sharing_statistics", "trace_statistics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,37 @@ def sharing_statistics(conversations: Sequence[Conversation], tokenizer: AnyToke
         raise InputError(
             f"expected at least one assistant message to train on, got none in {len(conversations)} conversations"
         )
+    return _sum(counts, len(conversations))
+
+
+def trace_statistics(traces: Sequence[Trace], tokenizer: AnyTokenizer | None = None) -> SharingStatistics:
+    """Count the shared tokens of traces, group by group.
+
+    Rows as emitted are one per sampled message, with all tokens before it; merged rows are those of `trace_samples`.
+
+    Args:
+        traces: from `read_traces`, with at least one trained token or answer among them.
+        tokenizer: encodes traces that hold texts only, as for `make_samples`; not used for others.
+
+    Returns:
+        Numbers of rows and tokens, and their ratios.
+
+    Raises:
+        InputError: nothing is trained, or there are texts and no tokenizer.
+    """
+    groups: dict[tuple[str, str], list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(trace.group, []).append(trace)
+    counts = [_count_traces(group, tokenizer) for group in groups.values()]
+    if not any(each["labelled_tokens"] for each in counts):
+        raise InputError(f"expected at least one trained token, got none in {len(traces)} traces")
+    return _sum(counts, len(traces))
+
+
+def _sum(counts: list[dict[str, int]], conversations: int) -> SharingStatistics:
     longest = max(each.pop("longest_row_tokens") for each in counts)
     sums = {name: sum(each[name] for each in counts) for name in counts[0]}
-    return SharingStatistics(tasks=len(groups), conversations=len(conversations), longest_row_tokens=longest, **sums)
+    return SharingStatistics(tasks=len(counts), conversations=conversations, longest_row_tokens=longest, **sums)
 
 
 def pair_statistics(preferences: Sequence[Preference], tokenizer: AnyTokenizer) -> SharingStatistics:
@@ -146,6 +176,36 @@ def _count(group: Sequence[Conversation], tokenizer: AnyTokenizer) -> dict[str, 
         "longest_row_tokens": max(map(len, turns), default=0),
         "labelled_tokens": sum(map(_labelled, turns)),
     }
+
+
+def _count_traces(group: Sequence[Trace], tokenizer: AnyTokenizer | None) -> dict[str, int]:
+    """The counts of one group of traces."""
+    recorded = [trace for trace in group if trace.texts is None]
+    merged = trace_samples(recorded, weighting="once") + [_encode(trace, tokenizer) for trace in group if trace.texts]
+    texts = [len(row) for row in merged[len(merged) - (len(group) - len(recorded)) :]]
+    turns = texts + [
+        sum(len(trace.nodes[i].tokens) for i in trace.path(number))
+        for trace in recorded
+        for number, node in enumerate(trace.nodes)
+        if node.trained.any()
+    ]
+    return {
+        "rows": len(turns),
+        "merged_rows": len(merged),
+        "raw_tokens": sum(turns),
+        "merged_tokens": sum(map(len, merged)),
+        "tokens": Forest.from_sequences([row.tokens for row in merged]).num_tokens,
+        "longest_row_tokens": max(map(len, merged)),
+        "labelled_tokens": sum(map(_labelled, merged)),
+    }
+
+
+def _encode(trace: Trace, tokenizer: AnyTokenizer | None) -> Sample:
+    if tokenizer is None or trace.texts is None:
+        raise InputError(f"{trace.place}: a trace of texts needs a tokenizer to be counted")
+    prompt, answer = trace.texts
+    (row,) = as_encoder(tokenizer).answers(prompt, (answer,))
+    return sample_of(row, trace.task, trace.trial)
 
 
 def _labelled(row: Sample) -> int:

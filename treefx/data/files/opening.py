@@ -28,6 +28,12 @@ _NO_TEXT = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, or use gzip",
     b"\xfd7zXZ": "compressed by xz: unpack it, or use gzip",
     b"BZh": "compressed by bzip2: unpack it, or use gzip",
+} | {
+    bytes((0x80, protocol)): (
+        "a pickle, which is not loaded, as that may run code: load a DataProto with verl, and hand it to "
+        "treefx.data.traces_of_dataproto"
+    )
+    for protocol in range(2, 6)
 }
 """First bytes of files of other kinds."""
 

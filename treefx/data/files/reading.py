@@ -12,13 +12,14 @@ from treefx.data.files.nulls import NullFields
 from treefx.data.files.opening import open_bytes
 from treefx.data.files.parsing import parse_records
 from treefx.data.files.progress import byte_progress
+from treefx.data.files.torch_files import is_torch_file, parse_torch_file
 from treefx.data.files.values import Value
 from treefx.errors import InputError, RecordError
 
-__all__ = ["MAX_RECORD_BYTES", "OnError", "ReadReport", "read_records"]
+__all__ = ["JSON_SUFFIXES", "MAX_RECORD_BYTES", "OnError", "ReadReport", "read_records"]
 
 OnError = Literal["raise", "skip"]
-_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("json", "jsonl", "ndjson") for packed in ("", ".gz"))
+JSON_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("json", "jsonl", "ndjson") for packed in ("", ".gz"))
 _KEPT_ERRORS = 100
 MAX_RECORD_BYTES = 1 << 28
 """Longest record unless the caller says otherwise: a file of some megabytes, packed by gzip, may be one line without
@@ -66,15 +67,15 @@ def read_records(
     progress: bool = True,
     drop_null_arguments: bool | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
+    suffixes: tuple[str, ...] = JSON_SUFFIXES,
 ) -> Iterator[T]:
     """Read a file, or each file of a folder, record by record.
 
-    A record is a line of JSON lines, an entry of a JSON list, or a whole JSON document; gzip is unpacked. Of lines and
-    lists no more than the record at hand is in memory.
+    A record is a line of JSON lines, an entry of a JSON list, a whole JSON document, or a whole file of ``torch.save``;
+    gzip is unpacked. Of lines and lists no more than the record at hand is in memory.
 
     Args:
-        path: a file of any name, or a folder: its ``.json``, ``.jsonl`` and ``.ndjson`` files, packed by gzip or not,
-            are read in sorted order.
+        path: a file of any name, or a folder: its files with one of the suffixes are read in sorted order.
         parse: yields any number of items of a record; a record for which it raises `RecordError` is broken.
         on_error: "raise" ends the reading at the first broken record; "skip" leaves it out, counts it in ``report``,
             and goes on with the next record, or with the next file where the rest of one cannot be read.
@@ -84,6 +85,8 @@ def read_records(
             ``chat_template_kwargs``, at any depth. Files that went through Arrow hold null for every field that another
             record has; see ``treefx.data.files.nulls``. None keeps them, and warns at the end of the reading.
         max_record_bytes: longest record, in bytes of unpacked text; a longer one is broken.
+        suffixes: the files of a folder that are read; ``.json``, ``.jsonl`` and ``.ndjson``, packed by gzip or not,
+            unless given.
 
     Returns:
         An iterator over the items that `parse` yields.
@@ -101,23 +104,24 @@ def read_records(
         raise InputError(f"drop_null_arguments must be True, False or None, got {drop_null_arguments!r}")
     check_whole(max_record_bytes, "max_record_bytes", least=1)
     counts = ReadReport() if report is None else report
-    records = _walk(_find_files(path), progress, counts, max_record_bytes)
+    records = _walk(_find_files(path, suffixes), progress, counts, max_record_bytes)
     nulls = NullFields(drop_null_arguments, counts.null_fields)
     return _read(records, parse, nulls, counts, on_error, report is None)
 
 
-def _find_files(given: str | Path) -> list[Path]:
+def _find_files(given: str | Path, suffixes: tuple[str, ...]) -> list[Path]:
     try:
         path = Path(given)
         if not path.exists():
             raise InputError(f"no file or folder {path}")
         if not path.is_dir():
             return [path]
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(suffixes) and file.is_file())
     except (OSError, TypeError, ValueError) as error:
         raise InputError(f"expected the path of a file or folder that can be read, got {given!r}: {error}") from error
     if not files:
-        raise InputError(f"the folder {path} holds no .json, .jsonl or .ndjson file")
+        plain = [suffix for suffix in suffixes if not suffix.endswith(".gz")]
+        raise InputError(f"the folder {path} holds no {', '.join(plain[:-1])} or {plain[-1]} file")
     return files
 
 
@@ -165,6 +169,10 @@ def _walk(files: list[Path], progress: bool, report: ReadReport, longest: int) -
             report.files += 1
             show(before, file.name)
             try:
+                if is_torch_file(file):
+                    yield parse_torch_file(file, longest)
+                    before += size
+                    continue
                 with open_bytes(file) as opened:
                     for record in parse_records(opened, longest):
                         yield record

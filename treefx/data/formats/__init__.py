@@ -2,5 +2,5 @@
 
 Order of imports, each only of what stands before an arrow::
 
-    openai_chat -> tau_bench, toolbench, preferences -> trials -> __init__
+    openai_chat -> tau_bench, toolbench, preferences, verifiers_results -> trials -> __init__
 """

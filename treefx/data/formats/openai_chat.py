@@ -158,6 +158,10 @@ def _parse_calls(entry: Value) -> tuple[ToolCall, ...]:
 
 
 def _parse_call(call: Value) -> ToolCall:
+    if isinstance(call.raw, str):  # verifiers writes the JSON text of {id, name, arguments}
+        call = call.parsed("a tool call, or the JSON text of one")
+        if isinstance(call.raw, dict) and "name" in call.raw:
+            call = Value({"id": call.raw.get("id"), "function": call.raw}, call.place, call.nulls)
     function, call_id = call.get("function"), call.get("id")
     if function is None or not isinstance(function.raw, dict):
         call.fail("a tool call {function: {name, arguments}}")
