@@ -86,6 +86,18 @@ def test_values_of_verifiers_stand_at_sampled_tokens(tmp_path: Path) -> None:
     assert found.loss_weights["echo"].tolist() == [0.0, 0.5, 1.0]
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_compaction_that_was_not_resumed_is_no_row(resumed: bool, tmp_path: Path) -> None:
+    record = verifiers_episode()
+    nodes = record["traces"][0]["nodes"]
+    nodes[6]["semantic_parents"] = [{"node": 2, "type": "compaction_attempt"}]
+    nodes.append(node(None, "user", [1, 8], semantic_parents=[{"node": 6, "type": "compaction"}] if resumed else []))
+    (trace,) = read(tmp_path, record)
+    lengths = [len(tokens) for tokens, _ in rows(trace)]
+    assert lengths == ([12, 12, 2] if resumed else [12, 2])  # nodes 5 and 6 are of the second row only
+    assert sum(len(each.tokens) for each in trace.nodes) == (18 if resumed else 14)
+
+
 def test_a_message_without_tokens_is_passed_over(tmp_path: Path) -> None:
     record = verifiers_episode()
     record["traces"][0]["nodes"][1] = node(0, "user", [])
@@ -194,6 +206,12 @@ BROKEN: dict[str, tuple[Any, str, Any, str]] = {
     "gym: one of three": (gym_rollout(), f"{_ITEM}.generation_log_probs", None, "got none of generation_log_probs"),
     "gym: lengths": (gym_rollout(), f"{_ITEM}.generation_log_probs", [-1.0], "expected 2 entries, one per token"),
     "gym: texts": (gym_rollout(), "response.output", lambda output: output[:1], "return_token_id_information: true"),
+    "gym: empty": (
+        gym_rollout(),
+        "response.output",
+        [{"type": "message", "prompt_token_ids": [], "generation_token_ids": [], "generation_log_probs": []}],
+        "got 1 items without: collect the rollouts with return_token_id_information: true",
+    ),
     "gym: input only": (gym_rollout(), "response", None, "response: is null; the fields are"),
     "verl: score": (VERL, "score", "high", "score: expected a finite number, got text 'high'"),
 }  # fmt: skip
@@ -205,7 +223,10 @@ SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "response longer than tokens": ({"response_length": 13}, "expected a number of tokens, at most the 12 of tokens"),
     "logprobs": ({"rollout_log_probs": [-1.0]}, "rollout_log_probs: expected 6 entries, one per token of the resp"),
     "not finite": ({"rollout_log_probs": [float("nan")] * 6}, r"rollout_log_probs\[0\]: expected a finite number"),
-    "no tokens": ({"tokens": [], "response_length": 0}, "tokens: expected at least one token id"),
+    "empty fields of images are none, but no tokens": (
+        {"tokens": [], "multimodal_inputs": {}, "response_length": 0},
+        "tokens: expected at least one token id",
+    ),
     "rewards by name": ({"reward": {"a": 1.0}}, "expected a number; of rewards by name, reward_key= chooses one"),
     "images": ({"multimodal_train_inputs": {"pixel_values": torch.ones(1)}}, "a row with images cannot be trained"),
 }

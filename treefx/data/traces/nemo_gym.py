@@ -4,8 +4,8 @@ A line of the file that ``ng_collect_rollouts`` writes is ``{responses_create_pa
 reward, _ng_task_index, _ng_rollout_index, ...}`` (``nemo_gym/rollout_collection.py``). With
 ``return_token_id_information``, the item that ends a model call has ``prompt_token_ids``, ``generation_token_ids`` and
 ``generation_log_probs`` (``TokenIDLogProbMixin`` of ``nemo_gym/openai_utils.py``); an item that has one of the three
-has to have all. Generated tokens are trained, prompts are not. A call whose prompt does not continue an earlier one
-begins a row; NeMo RL refuses it. ``routed_experts`` are not kept.
+has to have all. Agents that record no token ids leave the fields empty. Generated tokens are trained, prompts are not.
+A call whose prompt does not continue an earlier one begins a row; NeMo RL refuses it. ``routed_experts`` are not kept.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def parse_nemo_gym(record: Value) -> list[Trace]:
     """
     output = record["response"]["output"]
     items = output.items("a list of output items")
-    steps = [_parse_step(item) for item in items if any(item.get(name) for name in _TOKENS)]
+    steps = [_parse_step(item) for item in items if isinstance(item.raw, dict) and any(map(item.raw.get, _TOKENS))]
     if not steps:
         raise output.place.error(
             f"expected output items with {', '.join(_TOKENS)}, got {len(items)} items without: collect the rollouts "

@@ -39,8 +39,10 @@ def parse_slime(record: Value, reward_key: str | None) -> list[Trace]:
 
 
 def _parse_sample(sample: Value, number: int, reward_key: str | None) -> Trace:
+    if not isinstance(sample.raw, dict):
+        sample.fail("a sample, an object with tokens and response_length")
     for name in ("multimodal_inputs", "multimodal_train_inputs"):
-        if sample.get(name):
+        if sample.raw.get(name):
             raise sample.place.inside(name).error("expected none: a row with images cannot be trained from token ids")
     tokens, size = read_token_ids(sample["tokens"]), sample["response_length"].integer()
     if not len(tokens):

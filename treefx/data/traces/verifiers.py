@@ -1,6 +1,6 @@
-"""Traces of verifiers (Prime Intellect, https://github.com/PrimeIntellect-ai/verifiers, read at v0.3.0-62-ga60a606e).
+"""Traces of verifiers (Prime Intellect, https://github.com/PrimeIntellect-ai/verifiers), releases 0.1.8 to 0.4.0.
 
-Three forms are read:
+Read at v0.3.0-62-ga60a606e, which has the three forms below, and in the wheel of 0.4.0, which has no results:
 
 ==================  ====================================================================================================
 episode             a line of ``traces.jsonl``: ``{task, env, traces: [trace], group?}`` (``verifiers/v1/episode.py``)
@@ -11,8 +11,11 @@ result              a line of ``results.jsonl`` with the column ``trajectory``, 
 ==================  ====================================================================================================
 
 A trace holds a graph: each node has its parent and the tokens that its message adds (``verifiers/v1/graph.py``). Its
-branches are known, so nothing is searched for. The steps of a trajectory repeat their prompts and are chained.
-Files hold neither pixels nor routed experts: traces with images are refused.
+branches are known, so nothing is searched for. A branch that ends in a compaction from which the agent did not resume
+(``semantic_parents``, 0.4.0) is no sample of its engine, and no row here. The steps of a trajectory repeat their
+prompts and are chained. Files hold neither pixels nor routed experts: traces with images are refused. From 0.4.0 on,
+records have log-probabilities and advantages rounded to four decimals, unless written with
+``to_record(float_decimals=None)``.
 """
 
 from typing import Any
@@ -100,29 +103,47 @@ def _weight(weight: Value | None) -> float:
 
 def _parse_nodes(given: Value, trainable: bool) -> tuple[TraceNode, ...]:
     """Parse the graph; nodes without tokens are passed over."""
+    entries = given.items("a list of nodes")
+    above = [_parse_parent(node, number) for number, node in enumerate(entries)]
+    kept = _sampled_branches(entries, above)
     nodes: list[TraceNode] = []
-    number_of: list[int] = []
+    number_of = {-1: -1}
     unrecorded: Value | None = None
-    for number, node in enumerate(given.items("a list of nodes")):
-        above = _parse_parent(node, number)
-        parent = number_of[above] if above >= 0 else -1
+    for number, (node, parent) in enumerate(zip(entries, above, strict=True)):
+        if number not in kept:
+            continue
         _refuse_images(node["message"])
         tokens = read_token_ids(node["token_ids"]) if node.get("token_ids") else np.empty(0, np.int64)
         if len(tokens):
-            nodes.append(_parse_node(node, tokens, parent, trainable))
+            nodes.append(_parse_node(node, tokens, number_of[parent], trainable))
         elif _is_sampled(node):
             unrecorded = unrecorded or node
-        number_of.append(len(nodes) - 1 if len(tokens) else parent)
+        number_of[number] = len(nodes) - 1 if len(tokens) else number_of[parent]
     if unrecorded is not None or not nodes:
-        raise (
-            (unrecorded or given)
-            .place.inside("token_ids")
-            .error(
-                "expected the token ids of a sampled message, got none: an evaluation client records texts only; "
-                "sample with the train client, which returns token ids"
-            )
+        place = (unrecorded or given).place.inside("token_ids")
+        raise place.error(
+            "expected the token ids of a sampled message, got none: an evaluation client records texts only; "
+            "sample with the train client, which returns token ids"
         )
     return tuple(nodes)
+
+
+def _sampled_branches(entries: list[Value], above: list[int]) -> set[int]:
+    """Return the nodes of branches that are samples: all but those that end in a compaction that was not resumed."""
+    links = [_parse_links(node) for node in entries]
+    resumed = {node for found in links for node, kind in found if kind == "compaction"}
+    kept: set[int] = set()
+    for leaf in set(range(len(entries))).difference(above):
+        if leaf in resumed or all(kind != "compaction_attempt" for _, kind in links[leaf]):
+            while leaf >= 0 and leaf not in kept:
+                kept.add(leaf)
+                leaf = above[leaf]
+    return kept
+
+
+def _parse_links(node: Value) -> list[tuple[int, str]]:
+    links = node.get("semantic_parents")
+    return [(link["node"].integer(), link["type"].text()) for link in links.items()] if links else []
 
 
 def _parse_parent(node: Value, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Rollouts of verl (https://github.com/volcengine/verl, read at v0.7.0-125-gb178a3cd).
+"""Rollouts of verl (https://github.com/volcengine/verl, read at v0.7.0-125-gb178a3cd and in the wheel of 0.9.1).
 
 ``trainer.rollout_data_dir`` gets a file of JSON lines per step: ``{input, output, gts, score, step, ...}``
 (``RayPPOTrainer._dump_generations``). These are texts, decoded without special tokens: they can be counted, but
