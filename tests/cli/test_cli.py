@@ -113,9 +113,6 @@ def test_data_and_plan_of_traces(tmp_path: Path) -> None:
     assert _json(["data", str(dump), "--tokenizer", "bytes", "--json"])["tokens"] == 7
     with pytest.raises(InputError, match="texts only"):
         CliRunner().invoke(app, ["plan", str(dump)], catch_exceptions=False)
-    dump.write_text(json.dumps({"messages": [{"role": "assistant", "content": "yes"}]}))
-    with pytest.raises(InputError, match="--reward-key chooses a reward of traces"):
-        CliRunner().invoke(app, ["data", str(dump), "--reward-key", "a"], catch_exceptions=False)
 
 
 def test_data_tells_drift(tmp_path: Path) -> None:

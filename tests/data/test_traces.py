@@ -21,7 +21,16 @@ from tests.data.engines import (
     verifiers_episode,
     verifiers_result,
 )
-from treefx.data import ReadReport, Trace, holds_traces, load, read_traces, trace_samples, traces_of_dataproto
+from treefx.data import (
+    ReadReport,
+    Trace,
+    holds_traces,
+    load,
+    read_traces,
+    trace_batch,
+    trace_samples,
+    traces_of_dataproto,
+)
 from treefx.errors import InputError, RecordError
 
 LINEAR = [1, 2, 3, 4, 5, 9, 10, 11, 6, 7, 9, 12]
@@ -66,7 +75,8 @@ def test_a_graph_of_verifiers_keeps_its_branches(tmp_path: Path) -> None:
 def test_a_trace_of_verifiers_may_stand_alone_and_name_its_reward(tmp_path: Path) -> None:
     (trace,) = read(tmp_path, verifiers_episode()["traces"][0], reward_key="short")
     assert trace.reward == 0.5 and len(trace.nodes) == 7
-    with pytest.raises(RecordError, match=r"rewards\.long: is missing; the fields are 'right', 'short'|long"):
+    assert trace.rewards == {"right": 1.0, "short": 0.5}
+    with pytest.raises(RecordError, match=r"rewards: expected a reward 'long', got an object with the fields 'right'"):
         read(tmp_path, verifiers_episode(), reward_key="long")
 
 
@@ -147,7 +157,14 @@ def test_slime_without_a_mask_trains_the_response(tmp_path: Path) -> None:
     sample = slime_sample(loss_mask=None, rollout_log_probs=None, reward={"right": 1, "form": 0.5}, rollout_id=7)
     (trace,) = read_traces(slime_file(tmp_path / "0.pt", [sample]), reward_key="form")
     assert rows(trace) == [(LINEAR, [6, 7, 8, 9, 10, 11])] and trace.nodes[1].logprobs is None
-    assert (trace.reward, trace.trial) == (0.5, 7)
+    assert (trace.reward, trace.trial, trace.rewards) == (0.5, 7, {"right": 1.0, "form": 0.5})
+    (trace,) = read_traces(tmp_path)
+    with pytest.raises(
+        InputError, match=r"got rewards by name \(right, form\): choose one by read_traces\(reward_key=\)"
+    ):
+        trace_batch([trace])
+    with pytest.raises(RecordError, match=r"samples\[0\].reward.other: is missing; the fields are 'right', 'form'"):
+        list(read_traces(tmp_path, reward_key="other"))
 
 
 def test_a_dataproto_of_verl() -> None:
@@ -227,7 +244,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"tokens": [], "multimodal_inputs": {}, "response_length": 0},
         "tokens: expected at least one token id",
     ),
-    "rewards by name": ({"reward": {"a": 1.0}}, "expected a number; of rewards by name, reward_key= chooses one"),
+    "no number": ({"reward": "high"}, "reward: expected a finite number, got text 'high'"),
     "images": ({"multimodal_train_inputs": {"pixel_values": torch.ones(1)}}, "a row with images cannot be trained"),
 }
 

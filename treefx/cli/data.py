@@ -62,9 +62,6 @@ def data(
             "--drop-null-arguments", help="Leave out null fields of call arguments and tools, which Arrow filled in."
         ),
     ] = False,
-    reward_key: Annotated[
-        str | None, typer.Option("--reward-key", help="The reward that counts, where traces have several by name.")
-    ] = None,
     draw: Annotated[Path | None, typer.Option(help="Save a picture of the first task's tree (.png, .svg).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
@@ -91,7 +88,7 @@ def data(
         progress.tell("reading rollouts")
         report = ReadReport()
         on_error: OnError = "skip" if skip_broken else "raise"
-        read = _read(path, on_error, report, drop_null_arguments or None, reward_key)
+        read = _read(path, on_error, report, drop_null_arguments or None)
         progress.tell("counting tokens")
         encoder = None if read.have_token_ids else _make_encoder(read.spoken(), tokenizer, vocab_size)
         statistics = _count(read, encoder)
@@ -137,17 +134,13 @@ class _Rollouts:
         return [*self.conversations, *pairs, *(_spoken(*trace.texts) for trace in self.traces if trace.texts)]
 
 
-def _read(
-    path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None, reward_key: str | None
-) -> _Rollouts:
+def _read(path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None) -> _Rollouts:
     from treefx.data import holds_preferences, holds_traces, load, read_preferences, read_traces, scripted_conversations
 
     if path is None:
         return _Rollouts(conversations=scripted_conversations())
     if holds_traces(path):
-        return _Rollouts(traces=list(read_traces(path, reward_key=reward_key, on_error=on_error, report=report)))
-    if reward_key is not None:
-        raise InputError(f"--reward-key chooses a reward of traces, and {path} holds none")
+        return _Rollouts(traces=list(read_traces(path, on_error=on_error, report=report)))
     if holds_preferences(path):
         pairs = read_preferences(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
         return _Rollouts(pairs=list(pairs))

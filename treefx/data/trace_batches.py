@@ -185,7 +185,11 @@ def _values(traces: Sequence[Trace], name: Literal["logprobs", "advantages"]) ->
 def _reward(trace: Trace) -> float:
     if trace.reward is None:
         where = trace.place or f"trial {trace.trial}"
-        raise InputError(f"{where}: task {trace.task} needs a reward for each of its trials, got none for this one")
+        got = f"rewards by name ({', '.join(trace.rewards)}): choose one by read_traces(reward_key=)"
+        raise InputError(
+            f"{where}: task {trace.task} needs a reward for each of its trials, got "
+            f"{got if trace.rewards else 'none for this one'}"
+        )
     return trace.reward
 
 

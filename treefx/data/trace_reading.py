@@ -40,8 +40,8 @@ def read_traces(
 
     Args:
         path: a file or folder; ``.pt`` files of a folder are read too.
-        reward_key: the reward that counts, where a trace has several by name. None: their weighted sum (verifiers); a
-            sample of slime with several is refused.
+        reward_key: the reward that counts, where a trace has several by name. None: their weighted sum (verifiers), or
+            none (slime).
         on_error, report, progress, max_record_bytes: as for `read_records`. A ``.pt`` file is one record.
 
     Returns:

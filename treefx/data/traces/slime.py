@@ -4,7 +4,8 @@
 (``slime/observability/rollout_data_utils.py``). A sample is ``Sample.to_dict()`` (``slime/utils/types.py``): ``tokens``
 of prompt and response, ``response_length``, ``loss_mask`` and ``rollout_log_probs`` of the response, ``reward``,
 ``group_index``, ``index`` and ``rollout_id``. Without a loss mask all of the response is trained; a sample with
-``remove_sample`` trains nothing. Samples with images are refused; ``rollout_routed_experts`` are not kept.
+``remove_sample`` trains nothing. A reward may be an object of rewards by name, of which the caller chooses one. Samples
+with images are refused; ``rollout_routed_experts`` are not kept.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ def parse_slime(record: Value, reward_key: str | None) -> list[Trace]:
     """Parse the traces of a step, one per sample.
 
     Raises:
-        RecordError: a field is missing, of the wrong type or length, or rewards have names and none was chosen.
+        RecordError: a field is missing or of the wrong type or length.
     """
     samples = record["samples"].items("a list of samples")
     if not samples:
@@ -57,24 +58,25 @@ def _parse_sample(sample: Value, number: int, reward_key: str | None) -> Trace:
     step = Step(tokens[: len(tokens) - size], tokens[len(tokens) - size :], trained, recorded)
     index, group, rollout = (sample.get(name) for name in ("index", "group_index", "rollout_id"))
     task, trial = group or index, rollout or index
+    reward, rewards = _read_reward(sample.get("reward"), reward_key)
     return Trace(
         task=str(task.integer() if task else number),
         trial=trial.integer() if trial else number,
         nodes=tuple(nodes_of_answer(step)),
-        reward=_reward(sample.get("reward"), reward_key),
+        reward=reward,
         format="slime",
+        rewards=rewards,
         place=sample.place,
     )
 
 
-def _reward(reward: Value | None, key: str | None) -> float | None:
-    if reward is None:
-        return None
-    if not isinstance(reward.raw, dict):
-        return Value(_plain(reward.raw), reward.place).number()
-    if key is None:
-        reward.fail("a number; of rewards by name, reward_key= chooses one")
-    return Value(_plain(reward[key].raw), reward.place.inside(key)).number()
+def _read_reward(reward: Value | None, key: str | None) -> tuple[float | None, dict[str, float]]:
+    """Return the reward that counts, and all that are numbers by name."""
+    if reward is None or not isinstance(reward.raw, dict):
+        return (None if reward is None else Value(_plain(reward.raw), reward.place).number()), {}
+    plain = {name: _plain(raw) for name, raw in reward.raw.items()}
+    named = {name: float(raw) for name, raw in plain.items() if type(raw) in (int, float, bool)}
+    return (None if key is None else Value(plain, reward.place)[key].number()), named
 
 
 def _plain(raw: Any) -> Any:

@@ -41,8 +41,11 @@ class Trace:
     nodes: tuple[TraceNode, ...]
     """Empty where only texts were recorded."""
     reward: float | None
+    """None if not recorded, or if there are several by name and none was chosen."""
     format: str
     """Name of the engine."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by name, with their weights, if the engine records several."""
     texts: tuple[str, str] | None = None
     """Prompt and answer, where no token ids were recorded."""
     place: Place | None = None

@@ -10,6 +10,8 @@ from treefx.documents import names
 
 __all__ = ["read_mask", "read_numbers", "read_token_ids", "require_fields"]
 
+_LARGEST = float(np.finfo(np.float64).max)
+
 
 def read_token_ids(value: Value) -> npt.NDArray[np.int64]:
     """Return int64 [T] of a list, array or tensor of token ids, each at least 0."""
@@ -41,7 +43,7 @@ def read_numbers(value: Value, length: int, what: str) -> npt.NDArray[np.float64
     raw = _listed(value, "a list of numbers")
     _check_length(value, raw, length, what)
     for number, item in enumerate(raw):
-        if type(item) not in (int, float) or not np.isfinite(item):
+        if type(item) not in (int, float) or not -_LARGEST <= item <= _LARGEST:  # NaN is neither
             _fail_at(value, number, item, "a finite number")
     return np.array(raw, dtype=np.float64)
 

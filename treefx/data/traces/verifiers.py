@@ -67,12 +67,16 @@ def _parse_trace(trace: Value, episode: Value, reward_key: str | None) -> Trace:
     nodes = _parse_nodes(trace["nodes"], trainable is None or trainable.boolean())
     task = _task(trace["task"], episode)
     role = name.text() if name else "agent"
+    rewards = _rewards(trace.get("rewards"))
+    if reward_key is not None and reward_key not in rewards:
+        trace["rewards"].fail(f"a reward {reward_key!r}")
     return Trace(
         task=task if role == "agent" else f"{task}, {role}",
         trial=trace.place.record,
         nodes=nodes,
-        reward=_reward(trace.get("rewards"), reward_key),
+        reward=(rewards[reward_key] if reward_key else sum(rewards.values())) if rewards else None,
         format=_NAME,
+        rewards=rewards,
         place=trace.place,
     )
 
@@ -87,14 +91,10 @@ def _task(task: Value, episode: Value) -> str:
     return found.text() if found else str(number.integer() if number else episode.place.record)
 
 
-def _reward(rewards: Value | None, key: str | None) -> float | None:
-    """Return the weighted sum of the rewards, or one of them; None without."""
-    named = {name: rewards.get(name) for name in rewards.raw} if rewards else {}
-    if key is not None and rewards is not None:
-        named = {key: rewards[key]}
-    found = [reward for reward in named.values() if reward is not None]
-    values = [reward["score"].number() * _weight(reward.get("weight")) for reward in found]
-    return sum(values) if values else None
+def _rewards(given: Value | None) -> dict[str, float]:
+    """Return the rewards times their weights, by name; those that were not computed are left out."""
+    named = {name: given.get(name) for name in given.raw} if given else {}
+    return {name: reward["score"].number() * _weight(reward.get("weight")) for name, reward in named.items() if reward}
 
 
 def _weight(weight: Value | None) -> float:

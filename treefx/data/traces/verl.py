@@ -43,7 +43,7 @@ def parse_verl(record: Value) -> list[Trace]:
     digest = hashlib.blake2b(texts[0].encode(), digest_size=8).hexdigest()
     task, score = f"step {record['step'].integer()}, prompt {digest}", record.get("score")
     reward = score.number() if score else None
-    return [Trace(task, record.place.record, (), reward, _NAME, texts, record.place)]
+    return [Trace(task, record.place.record, (), reward, _NAME, texts=texts, place=record.place)]
 
 
 def traces_of_dataproto(data: Any) -> list[Trace]:
