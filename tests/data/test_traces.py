@@ -129,6 +129,16 @@ def test_results_of_verifiers_are_conversations_too(tmp_path: Path) -> None:
     assert found.tools[0]["function"]["name"] == "look" and found.task == "4" and found.reward == 1.0
 
 
+def test_results_of_verifiers_without_token_ids_are_conversations_only(tmp_path: Path) -> None:
+    record = verifiers_result()
+    for step in record["trajectory"]:
+        step["tokens"] = None
+    path = write(tmp_path, record)
+    assert not holds_traces(path) and len(load(path)) == 1
+    with pytest.raises(RecordError, match=r"expected a trace of verifiers .*trajectory: \[\{tokens\}\]\}; NeMo"):
+        list(read_traces(path))
+
+
 def test_rollouts_of_nemo_gym(tmp_path: Path) -> None:
     first, second = read(tmp_path, gym_rollout(), gym_rollout(20, 1, 0.0))
     assert rows(first) == [(LINEAR, TRAINED)] and logprobs(first, first.paths()[0]) == LOGPROBS
@@ -219,7 +229,6 @@ BROKEN: dict[str, tuple[Any, str, Any, str]] = {
     "verifiers: step's mask": (verifiers_result(), f"{_STEP}.completion_mask", [1], "expected 2 entries, one per"),
     "verifiers: prompt's mask": (verifiers_result(), f"{_STEP}.prompt_mask", [1] * 6, "expected a mask of zeros"),
     "verifiers: no ids": (verifiers_result(), f"{_STEP}.completion_ids", None, "got none of completion_ids"),
-    "verifiers: nothing": (verifiers_result(), "trajectory", [], "expected at least one step"),
     "gym: one of three": (gym_rollout(), f"{_ITEM}.generation_log_probs", None, "got none of generation_log_probs"),
     "gym: lengths": (gym_rollout(), f"{_ITEM}.generation_log_probs", [-1.0], "expected 2 entries, one per token"),
     "gym: texts": (gym_rollout(), "response.output", lambda output: output[:1], "return_token_id_information: true"),

@@ -17,7 +17,10 @@ Recognise = Callable[[Any], bool]
 Parse = Callable[[Value, str | None], list[Trace]]
 
 _FORMATS: dict[str, tuple[Recognise, Parse]] = {
-    "verifiers {task, traces}, {task, agent, nodes} or {example_id, trajectory}": (is_verifiers, parse_verifiers),
+    "verifiers {task, traces}, {task, agent, nodes} or {example_id, trajectory: [{tokens}]}": (
+        is_verifiers,
+        parse_verifiers,
+    ),
     "NeMo Gym {responses_create_params, response}": (is_nemo_gym, lambda record, _: parse_nemo_gym(record)),
     "slime {rollout_id, samples}": (is_slime, parse_slime),
     "verl {input, output, score, step}": (is_verl, lambda record, _: parse_verl(record)),
