@@ -175,7 +175,8 @@ TABLE: tuple[ReasonCode, ...] = (
     _operator(
         "TFX104", "mixes positions along the tokens",
         "the operator reads several positions of a row, and no law of causality is known for it",
-        "write it so that position t reads positions up to t only, or apply it to the rows outside of the model",
+        "use operators that have one (padding and slices, causal convolutions, attention), or apply it to the rows "
+        "outside of the model",
         "mixes positions along", "flattens tokens", "meets attention weights along",
     ),
     _operator(

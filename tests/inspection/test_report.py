@@ -240,8 +240,10 @@ def test_why_of_a_line_a_module_and_a_node() -> None:
     assert "TFX104" not in found.why("qkv") and "once per distinct token" in found.why("qkv")
     with refused("'qkw'", "similar ones are", "qkv"):
         found.why("qkw")
-    with refused("causes.py:1"):
+    with refused("causes.py:1", f"similar ones are {place.partition('.')[0]}"):
         found.why("causes.py:1")
+    with refused("report.modules and report.operators list them"):
+        found.why("no such thing")
 
 
 def test_diff_of_two_reports() -> None:

@@ -63,13 +63,26 @@ def explain_place(place: str, asked: Asked) -> str:
 
 
 def _unknown(place: str, asked: Asked) -> InputError:
-    names = [m.path for m in asked.modules] + [n.name for nodes in asked.nodes.values() for n in nodes]
-    close = difflib.get_close_matches(place, dict.fromkeys(names), n=3, cutoff=0.3)
-    similar = f"; similar ones are {', '.join(close)}" if close else ""
+    line = _PLACE.match(place)
+    modules = [item.path for item in asked.modules if item.path]
+    if line is not None:
+        similar = _lines_near(line[1], int(line[2]), asked)
+    else:
+        names = modules + [node.name for nodes in asked.nodes.values() for node in nodes]
+        close = difflib.get_close_matches(place, dict.fromkeys(names), n=3, cutoff=0.5)
+        similar = [name for name in modules if name.endswith(f".{place}")][:3] or close
+    known = f"similar ones are {', '.join(similar)}" if similar else "report.modules and report.operators list them"
     return InputError(
         f"why expects the path of a module, the name of a node, or a line such as model.py:120, got {place!r}, which "
-        f"the report does not have{similar}"
+        f"the report does not have; {known}"
     )
+
+
+def _lines_near(file: str, number: int, asked: Asked) -> list[str]:
+    """The lines of a file that have operators, the nearest three first."""
+    places = {place_of(item.line) for item in asked.operators}
+    numbers = {found[1] for found in places if found is not None and found[0].replace("\\", "/").endswith(file)}
+    return [f"{file}:{near}" for near in sorted(numbers, key=lambda n: (abs(n - number), n))[:3]]
 
 
 def _operators_of_node(name: str, asked: Asked) -> list[OperatorAccount]:
