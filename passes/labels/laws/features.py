@@ -1,4 +1,4 @@
-"""Define laws along features: gates, order statistics, windows of indices, group norms.
+"""Define laws along features: gates, order statistics, windows of indices, transforms, group norms.
 
 Each of them reads one token, so its plain dimensions are computed once per distinct token.
 """
@@ -122,6 +122,16 @@ def triangle(call: Call) -> Fact:
     for dim in (-2, -1):
         algebra.resize(dims, dim, 1)
     return call.result(_forget_repeats(dims))
+
+
+@law(aten._fft_r2c, aten._fft_c2r, aten._fft_c2c)
+def fourier(call: Call) -> Fact:
+    """y[n, k] = sum over j of x[n, j] exp(-+ 2 pi i j k / C) along plain dimensions of C entries."""
+    dims, sizes = call.dims(call.node_arg(0)), call.node.meta["val"].shape
+    given: Any = call.arg(1, "dim")
+    for d in given:
+        dims = algebra.resize(dims, d, sizes[d])
+    return call.result(dims)
 
 
 @law(aten.native_group_norm)

@@ -45,6 +45,12 @@ def _rotated(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns + torch.complex(x[..., :16], x[..., 16:])).flatten(-2)
 
 
+def _filtered(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
+    """Filters features in two ways: as one signal, and as pictures of 4 by 8."""
+    signal = torch.fft.irfft(torch.fft.rfft(x) * w[0, :17], n=WIDTH)
+    return signal + torch.fft.fft2(x.unflatten(-1, (4, 8))).real.flatten(-2) * w[1]
+
+
 def _chosen(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
     """The experts of a router: values and numbers of the largest."""
     values, places = F.linear(x, w).softmax(-1).topk(4)
@@ -75,6 +81,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "log_sigmoid": lambda x, w, order: F.logsigmoid(x),
     "glu": lambda x, w, order: F.glu(torch.cat([x, F.linear(x, w)], -1)),
     "complex numbers": _rotated,
+    "fourier": _filtered,
     "custom function": lambda x, w, order: Doubled.apply(x),  # type: ignore[no-untyped-call]
     "bucketize": lambda x, w, order: x + torch.bucketize(x.detach(), w[0].detach().sort()[0]).to(x.dtype),
     "cummax": lambda x, w, order: x.cummax(-1)[0],

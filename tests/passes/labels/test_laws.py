@@ -161,6 +161,7 @@ ALONG_ROWS = {
     "a softmax over rows": (torch.ops.aten._softmax.default, lambda x: x.softmax(1)),
     "an order": (torch.ops.aten.sort.stable, lambda x: x.sort(stable=True, dim=1)[0]),
     "the token before": (torch.ops.aten.roll.default, lambda x: x.roll(1, 1)),
+    "a Fourier transform over rows": (torch.ops.aten._fft_c2c.default, lambda x: torch.fft.fft2(x, dim=(1, 2)).real),
     "rows in another order": (torch.ops.aten.roll.default, lambda x: x.roll(1, 0)),
 }
 """The operator, and a program that no law may take for one of single tokens."""
