@@ -48,7 +48,7 @@ def tree_attention(
         depth: position of each token on its path, int32 or int64 ``[N]``; derived from ``subtree_end`` if
             needed and not given.
         scale: factor of q.k; default ``1 / sqrt(D)``.
-        window: number of visible keys along the path, the query's own included.
+        window: number of visible tokens along the path, the query's own included.
         softcap: positive bound of the capped logit.
         alibi_slopes: slope of each query head ``[H]`` (ALiBi, https://arxiv.org/abs/2108.12409),
             differentiable.

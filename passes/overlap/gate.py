@@ -33,9 +33,13 @@ class Rates:
     """Hold rates of products and collectives of a machine; equal on all ranks.
 
     ``measure_rates`` finds them.
+
+    Raises:
+        ConfigError: A rate is not above 0, a time or the gain is negative, or ``hidden`` is not a share.
     """
 
     flops_per_second: float
+    """FLOPs of a product per second."""
     bytes_per_second: float
     """Bytes of a tensor that go once around the ranks; an all-reduce is twice around."""
     product_seconds: float = 0.0
@@ -58,7 +62,13 @@ class Rates:
             )
 
     def seconds(self, flops: float, size: float, chunks: int) -> float:
-        """Return the seconds of a product and its collective, cut into chunks."""
+        """Return the seconds of a product and its collective, cut into chunks.
+
+        Args:
+            flops: FLOPs of the product.
+            size: Bytes of the whole tensor times how often they go around the ranks.
+            chunks: Number of chunks.
+        """
         product = flops / self.flops_per_second / chunks + (self.product_seconds if chunks > 1 else 0.0)
         collective = size / self.bytes_per_second / chunks + self.latency_seconds
         return chunks * (product + collective) - self.hidden * (chunks - 1) * min(product, collective)
@@ -67,7 +77,7 @@ class Rates:
         """Return the fastest number of chunks among ``CANDIDATES``; 1 where cutting does not pay.
 
         Args:
-            flops: Of the product.
+            flops: FLOPs of the product.
             size: Bytes of the whole tensor times how often they go around the ranks.
         """
         seconds = {chunks: self.seconds(flops, size, chunks) for chunks in CANDIDATES}

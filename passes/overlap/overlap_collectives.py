@@ -44,6 +44,9 @@ def overlap_collectives(graph: fx.Graph, chunks: int | Rates) -> int:
 
     Returns:
         How many collectives were cut.
+
+    Raises:
+        ConfigError: ``chunks`` is neither a number of at least 1 nor rates.
     """
     _check(chunks)
     open_sums(graph)

@@ -15,19 +15,25 @@ __all__ = ["Batch", "batches", "collate", "prefix_order"]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Hold the inputs of a causal LM: int64 tensors [B, T], padded on the right."""
+    """Hold the inputs of a causal LM, padded on the right.
+
+    Attributes:
+        input_ids: int64 [B, T], token ids.
+        attention_mask: int64 [B, T], 1 for tokens, 0 for padding.
+        labels: int64 [B, T], the token itself, or `IGNORED`.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
-        """Keyword arguments of a transformers model."""
+        """Return keyword arguments of a transformers model, each [B, T]."""
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and padded length."""
+        """Rows and padded length, in tokens."""
         return (self.input_ids.shape[0], self.input_ids.shape[1])
 
     @property
@@ -43,7 +49,7 @@ def collate(samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, le
         samples: At least one.
         pad_id: Token id at padding; masked and unlabelled.
         pad_multiple: The length is rounded up to a multiple of it, so that few shapes have to be compiled.
-        length: Pad to exactly this length instead.
+        length: Pad to exactly this number of tokens instead.
 
     Returns:
         The batch, int64 [B, T] tensors, with labels of `IGNORED` at the padding.

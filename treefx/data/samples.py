@@ -51,9 +51,14 @@ AnyTokenizer = Tokenizer | ChatTokenizer | Engine
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Hold one training row: ``tokens`` int64 [T] and ``labels`` [T].
+    """Hold one training row.
 
-    A label is the token itself or ``IGNORED``.
+    Attributes:
+        tokens: int64 [T], token ids.
+        labels: int64 [T], the token itself, or ``IGNORED``.
+        task: Name of the task.
+        trial: Number of the trial of this task.
+        turn: Number of the assistant message, from 0.
     """
 
     tokens: Tokens

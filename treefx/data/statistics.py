@@ -38,6 +38,7 @@ class SharingStatistics:
     tokens: int
     """Distinct tokens: the sizes of the forests, summed."""
     longest_row_tokens: int
+    """Tokens of the longest row."""
     labelled_tokens: int
     """Tokens that carry loss."""
 

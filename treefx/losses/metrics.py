@@ -42,7 +42,13 @@ class Metrics:
         self.add_sums(name, weighted.sum(), weight.sum())
 
     def add_sums(self, name: str, value: Tensor, weight: Tensor) -> None:
-        """Add a weighted sum and its weight, scalars."""
+        """Add a weighted sum and its weight.
+
+        Args:
+            name: Of the mean.
+            value: Scalar, the weighted sum.
+            weight: Scalar, the sum of weights.
+        """
         total = value.new_empty(2, dtype=value.double().dtype)
         total[0], total[1] = value.detach(), weight.detach()
         changed = _CHANGED.get()

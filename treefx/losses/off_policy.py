@@ -34,7 +34,7 @@ def importance_weights(
 
     Args:
         old_logp: by the model that is trained, before the step: [E], or per row a vector as long as the row, or [B, T].
-        sampling_logp: by the engine that sampled, in the same forms.
+        sampling_logp: by the engine that sampled, in the same forms as `old_logp`.
         forest: the forest. Tokens of weight 0 were not sampled: they are left out, and their weight is 1.
         bounds: smallest and largest weight.
         mode: treatment of weights out of bounds: "truncate" moves them to the bound, "mask" to 0.
@@ -42,7 +42,7 @@ def importance_weights(
         metrics: gets "importance" (mean weight) and "importance/outside" (share of tokens outside of the bounds).
 
     Returns:
-        Per row a float64 vector as long as the row.
+        Per row a float64 vector as long as the row, [length].
 
     Raises:
         ForestError: an argument does not fit the forest, or is not finite where a token was sampled.

@@ -45,8 +45,8 @@ def kl(
         ref_logp: of the reference: [E], or per row a vector as long as the row, or [B, T].
         estimator: "k1", "k2" or "k3".
         reduction: defined in `treefx.losses`.
-        old_logp: of the policy that sampled. Each term is then multiplied by exp(logp - old_logp), gradient included,
-            which makes the estimate unbiased (DeepSeek-V3.2 2025).
+        old_logp: of the policy that sampled, in the same forms as `ref_logp`. Each term is then multiplied by
+            exp(logp - old_logp), gradient included, which makes the estimate unbiased (DeepSeek-V3.2 2025).
         metrics: gets "kl", the mean over tokens.
 
     Returns:

@@ -94,7 +94,7 @@ def clipped(
         old_logp: [E], log-probabilities under the policy that sampled; or per row a vector as long as the row, with
             entry t for token t and entry 0 unused; or [B, T] for a forest from a padded batch. None: the trained
             policy, so that all ratios are 1.
-        advantages: one number per row, or per token in either of these two forms.
+        advantages: [R], one number per row; or one per token in either of the last two forms, such as [B, T].
         clip: the bound on both sides, or (low, high); at least 0.
         reduction: defined in `treefx.losses`.
         dual_clip: an upper bound of r where A is negative, greater than 1 (dual-clip PPO: Ye et al. 2020, arXiv

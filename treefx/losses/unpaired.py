@@ -45,8 +45,8 @@ def kto(
         ref_logp: of the reference: [E], or per row a vector as long as the row, or [B, T].
         desirable: bool [R]; entries of `kl_rows` are not used.
         beta: greater than 0.
-        kl: z itself, at least 0: from elsewhere, or 0.0 for no reference point. Either this or `kl_rows`.
-        kl_rows: numbers of the mismatched rows, which have no term of their own.
+        kl: z itself, a scalar of at least 0: from elsewhere, or 0.0 for no reference point. Either this or `kl_rows`.
+        kl_rows: int [k], numbers of the mismatched rows, which have no term of their own.
         desirable_weight: the paper's lambda_D.
         undesirable_weight: lambda_U.
         reduction: "mean" or "sum" over the judged rows.

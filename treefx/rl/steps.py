@@ -36,6 +36,9 @@ class StepTree:
         tree: int64 [K], the tree it was sampled in: one prompt may have several (Tree-GRPO's initial chains).
         span: int64 [S, 2], tokens [start, stop) of the step on every row through it; None where tokens are unknown.
         row_lengths: int64 [K], tokens of every row; None where unknown.
+
+    Raises:
+        InputError: no step or trajectory, shapes or numbers that do not fit, or a step on no trajectory.
     """
 
     parent: Tensor
@@ -78,8 +81,8 @@ class StepTree:
         Args:
             paths: per trajectory the names of its steps, at least one. Two trajectories share their steps as far as
                 their names agree from the first on (and their prompts do); a name may return elsewhere in the tree.
-            groups: the prompt of each trajectory; all the same when None.
-            trees: the tree of each trajectory; one tree per prompt when None.
+            groups: [K], the prompt of each trajectory; all the same when None.
+            trees: [K], the tree of each trajectory; one tree per prompt when None.
 
         Raises:
             InputError: no trajectory, one without steps, or numbers that do not fit.
@@ -121,8 +124,8 @@ class StepTree:
             forest: its rows are the trajectories.
             spans: per row its steps, (start, stop) in the row's tokens, ascending. When None, every node of the forest
                 is a step, so a step ends where rows part; the prompt is one too, and changes no advantage.
-            groups: the prompt of each row. May be left out of a forest of one tree only.
-            trees: the tree each row was sampled in; one per prompt when None.
+            groups: [K], the prompt of each row. May be left out of a forest of one tree only.
+            trees: [K], the tree each row was sampled in; one per prompt when None.
 
         Raises:
             InputError: groups are missing, numbers or spans do not fit the rows.

@@ -62,7 +62,7 @@ class Outline:
 
         Args:
             lengths: tokens of every row.
-            fingerprints: result of `fingerprint` for each row.
+            fingerprints: result of `fingerprint` for each row, int64 [ceil(T / chunk)].
             chunk: tokens per hash.
 
         Raises:

@@ -44,7 +44,7 @@ class Split:
         tokens: int64 [ranks], distinct tokens of each rank.
         cost: float64 [ranks], predicted cost of each.
         lower_bound: least possible cost of the busiest rank.
-        distinct_tokens: of all rows together.
+        distinct_tokens: distinct tokens of all rows together.
     """
 
     rows: tuple[IntArray, ...]

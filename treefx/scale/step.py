@@ -22,7 +22,7 @@ class Step:
     Attributes:
         assignment: the forests of all ranks.
         plans: of every rank with rows; they exclude the all-reduce of gradients at the end.
-        resident_bytes: the parameters and gradients of the model, whole.
+        resident_bytes: bytes of the parameters and gradients of the model, whole.
         link_bytes_per_second: bytes that a rank sends per second while it receives as many; None: gradients travel in
             no time.
     """
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the step: that of the slowest rank, then of the exchange."""
+        """Predicted seconds of the step: those of the slowest rank, then of the exchange."""
         return max(found.seconds for found in self.plans.values()) + self.wire_seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def predict_step(
         forest: all rows of the step.
         ranks: number of processes.
         cost: of the model on one of them.
-        memory_limit_bytes: of one of them.
+        memory_limit_bytes: most bytes on one of them.
         link_bytes_per_second: see `Step`.
 
     Returns:

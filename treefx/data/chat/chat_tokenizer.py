@@ -40,10 +40,13 @@ class ChatTokenizer:
         recorded: take a turn's recorded ``token_ids`` instead of encoding its text again.
         arguments: of calls: "object", JSON text read, as transformers documents it; "text", as it was recorded, for
             templates that join it to other text.
-        template_seconds: most time that the template may take for one text, after which the conversation is refused;
+        template_seconds: most seconds that the template may take for one text, after which the conversation is refused;
             None sets no limit.
         **options: for ``apply_chat_template``, such as ``chat_template=`` or ``enable_thinking=``. A conversation's
             ``template_options`` override variables of the template.
+
+    Raises:
+        InputError: the tokenizer lacks a method, or an argument has a wrong value.
 
     Example:
         >>> tokenizer = ChatTokenizer(AutoTokenizer.from_pretrained("..."), enable_thinking=False)  # doctest: +SKIP
@@ -77,7 +80,11 @@ class ChatTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Token id at padding: the tokenizer's, or its end of sequence; it is masked either way."""
+        """Token id at padding: the tokenizer's, or its end of sequence; it is masked either way.
+
+        Raises:
+            InputError: the tokenizer has neither.
+        """
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self.engine, name, None) is not None:
                 return int(getattr(self.engine, name))

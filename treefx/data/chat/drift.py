@@ -71,7 +71,7 @@ class DriftReport:
 
     rows: int = 0
     tokens: int = 0
-    """Of these rows."""
+    """Tokens of these rows."""
     found: list[Drift] = field(default_factory=list)
 
     @property
@@ -133,7 +133,7 @@ def find_row_drift(rows: Iterable[Sequence[int] | Tokens], engine: Engine, where
     """Compare rows of token ids with the re-encoded text of each.
 
     Args:
-        rows: token ids, such as sampled ones.
+        rows: token ids of each row, [T]; such as sampled ones.
         engine: a tokenizer of transformers, or any object with ``decode`` and ``__call__`` like it.
         where: name of the rows in the report.
 

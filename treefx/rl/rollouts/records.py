@@ -42,15 +42,17 @@ class Rollouts:
 
     `rollout` makes them.
 
-    G: tasks. S: steps. K: trajectories, in the order of tasks, and within a task in the order they ended.
+    G: tasks. S: steps. P: tokens of all prompts. T: tokens of all steps. L: sampled tokens of these. K: trajectories,
+    in the order of tasks, and within a task in the order they ended.
 
     Attributes:
-        prompt_tokens: int64, token ids of all prompts end to end.
+        prompt_tokens: int64 [P], token ids of all prompts end to end.
         prompt_offsets: int64 [G + 1], where each begins.
-        step_tokens: int64, token ids of all steps end to end: sampled tokens, then the observation.
+        step_tokens: int64 [T], token ids of all steps end to end: sampled tokens, then the observation.
         step_offsets: int64 [S + 1], where each begins.
         step_sampled: int64 [S], how many of the step's tokens were sampled; the others are the environment's.
-        step_logprobs: float64, log-probabilities of all sampled tokens end to end, under the policy that sampled them.
+        step_logprobs: float64 [L], log-probabilities of all sampled tokens end to end, under the policy that sampled
+            them.
         step_rewards: float64 [S], each step's own reward (PORTool's formatting reward).
         parent: int64 [S], the step before, -1 after the prompt.
         leaf: int64 [K], each trajectory's last step.
@@ -59,6 +61,9 @@ class Rollouts:
         rewards: float64 [K], outcome reward.
         finished: bool [K], the environment ended it; False where a limit did.
         info: JSON that is saved too: the seed, `sampled_tokens` (of branches that were given up, too), `tasks`.
+
+    Raises:
+        InputError: a column has a shape or values that do not fit the others.
     """
 
     prompt_tokens: Tensor
@@ -194,8 +199,8 @@ class Rollouts:
         """Lay values along the rows.
 
         Args:
-            of_steps: one value per entry of `step_tokens`.
-            of_prompts: one value per entry of `prompt_tokens`.
+            of_steps: [T], one value per entry of `step_tokens`.
+            of_prompts: [P], one value per entry of `prompt_tokens`.
 
         Returns:
             Per row, [length].

@@ -66,6 +66,9 @@ class PortoolTree:
         forks: f, at least 1; with 1, all trajectories go on alone.
         first_steps: how many steps follow the prompt, from 1 to n; n when None, as published. From fewer the tree
             widens by f per wave until n is reached; where it finishes sooner, there are fewer trajectories than n.
+
+    Raises:
+        InputError: a number is out of its range.
     """
 
     trajectories: int
