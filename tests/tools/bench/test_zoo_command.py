@@ -196,23 +196,31 @@ def test_casts_to_float32_are_lifted() -> None:
     torch.testing.assert_close(got, x.softmax(-1), rtol=1e-15, atol=0)
 
 
-def test_sizes_of_what_rows_contribute_to_one_number() -> None:
-    """Two rows of one label and three, which pull a number to either side; a matrix has no such size."""
+def test_sizes_of_what_rows_contribute() -> None:
+    """Two rows of one label and three, which pull a number and a vector to either side: the largest sum counts."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale, self.weight = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(2, 2))
+            self.scale, self.lambdas = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(2))
 
-    model = Scaled()
     batch = Batch(
         torch.zeros(2, 4).long(), torch.ones(2, 4).long(), torch.tensor([[-100, -100, -100, 8], [-100, 1, 1, 1]])
     )
 
     def gradients_of(part: Batch) -> dict[str, Tensor]:
-        counted = part.labels[part.labels != IGNORED].double()
-        return {"scale": (counted - 2).mean(), "weight": torch.ones(2, 2)}
+        pulled = (part.labels[part.labels != IGNORED].double() - 2).mean()
+        return {"scale": pulled, "lambdas": pulled * torch.tensor([2.0, -4.0])}
 
     assert float(gradients_of(batch)["scale"]) == 0.75
-    assert sizes_of_sums(model, gradients_of, batch) == {"scale": (6 + 3) / 4}
-    assert sizes_of_sums(nn.Linear(2, 2), gradients_of, batch) == {}
+    assert sizes_of_sums(Scaled(), gradients_of, batch) == {"scale": (6 + 3) / 4, "lambdas": 4 * (6 + 3) / 4}
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict"),
+    [((2.6e-6, 1.5e-6), "packed"), ((2.6e-5, 1.5e-6), "wrong"), ((1.4e-5, 1e-5), "packed"), ((2e-3, 2e-3), "wrong")],
+)
+def test_rounding_is_judged_against_float64(errors: tuple[float, float], verdict: str) -> None:
+    """Within the bound of the comparison with eager, or no worse than eager; the first are DiffLlama's."""
+    row = zoo.ZooBatch("5 x 20 right", "rows", 0.0, 1.5e-5, packed_share=1.0, float64_errors=errors)
+    assert zoo._verdict(row) == verdict

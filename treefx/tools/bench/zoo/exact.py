@@ -72,22 +72,22 @@ def in_float64(model: nn.Module, step: Callable[[nn.Module], _T]) -> _T:
 def sizes_of_sums(
     model: nn.Module, gradients_of: Callable[[Batch], Mapping[str, Tensor]], batch: Batch
 ) -> dict[str, float]:
-    """Return, per single-number parameter, the summed sizes of rows' contributions.
+    """Return, per parameter, the largest summed size of what the rows contribute to an element.
 
-    In one number the contributions may all but cancel, and its rounding is that of the summands. Where a parameter
-    has many, the largest of them stands for that.
+    Contributions may all but cancel: in one number, or in a vector times one number, such as the lambdas of
+    differential attention. Rounding is then that of the summands, not of the sum.
 
     Args:
         model: Its loss is the mean over labels.
         gradients_of: Gradients of the loss on a batch, by parameter name.
         batch: Its rows contribute by their shares of the labels.
     """
-    sizes = {name: 0.0 for name, parameter in model.named_parameters() if parameter.numel() == 1}
+    sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.named_parameters()}
     counted = (batch.labels != IGNORED).sum(dim=1)
-    for row in counted.nonzero().flatten().tolist() if sizes else ():
+    for row in counted.nonzero().flatten().tolist():
         labels = torch.full_like(batch.labels, IGNORED)
         labels[row] = batch.labels[row]
-        gradients = gradients_of(replace(batch, labels=labels))
         share = float(counted[row] / counted.sum())
-        sizes = {name: size + share * abs(float(gradients[name])) for name, size in sizes.items()}
-    return sizes
+        for name, gradient in gradients_of(replace(batch, labels=labels)).items():
+            sums[name] += share * gradient.abs()
+    return {name: float(sizes.max()) for name, sizes in sums.items() if sizes.numel()}
