@@ -34,6 +34,7 @@ from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import Contracted
 from treefx.passes.labels.facts import ALONG_ROWS, FACT, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
 from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY
+from treefx.passes.labels.laws import experts as expert_laws
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED, find_law
 from treefx.passes.labels.laws.losses import Pick
@@ -344,5 +345,9 @@ def is_packed_output(fact: Fact) -> bool:
 
 
 def _is_token_wise(fact: Fact) -> bool:
-    """Whether the value can be expanded: it has rows and tokens, and no slots of experts."""
-    return fact.dims is not None and token_axes(fact.dims) == {Axis.ROW, Axis.TOKEN}
+    """Whether the value can be expanded: it has rows and tokens, and no slots of experts.
+
+    Nor is it an order of slots, such as the inverse of a sort, which counts those of packed tokens.
+    """
+    ordered = isinstance(fact.law, expert_laws.Slots)
+    return fact.dims is not None and token_axes(fact.dims) == {Axis.ROW, Axis.TOKEN} and not ordered

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.backend.support import assert_packed, compare
 from tests.batches import Batch, Side, shared_batch
+from tests.mixers import RowMean
 from tests.models import zoo
 from treefx.passes.labels import label_tokens
 
@@ -55,6 +56,17 @@ def record(model: Any, batch: Batch, k: int = 2) -> Tensor:
         column, layer = (int(torch.randint(0, high, (), generator=generator)) for high in (8, routes.shape[2]))
         routes[row, column, layer] = (routes[row, column, layer] + 1) % EXPERTS
     return routes
+
+
+def test_replay_on_rows() -> None:
+    """Recorded routes are sorted for all rows where the hidden states of all rows meet them."""
+    batch = shared_batch(rows=4, length=12, shared=6, padding="right")
+    model: Any = zoo("mixtral", num_hidden_layers=1)
+    routes = record(model, batch)
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, RowMean())
+    stats = compare(Replayed(model), lambda m: m(routes, **batch.inputs())).stats
+    assert stats["fallback"] is None and any("mean" in item["op"] for item in stats["expansions"])
 
 
 def distinct(batch: Batch, routes: Tensor) -> int:
