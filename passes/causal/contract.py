@@ -67,7 +67,7 @@ class Contractor:
     def improve(self, node: fx.Node, fact: Fact) -> Fact:
         """The fact of a node, contracted where that is proved."""
         improved = self._improved(node, fact)
-        if improved.kind is Kind.PACKED:
+        if improved.kind in (Kind.PACKED, Kind.PREFIX):
             self._domain.refine(node)
         self._domain.release(node)
         return improved

@@ -33,6 +33,7 @@ from treefx.passes.labels.facts import ALONG_ROWS, Axis, Dims, Factor, Kind, fac
 from treefx.passes.labels.uniformity import is_uniform
 
 __all__ = [
+    "HAS_KNOWN",
     "CausalDomain",
     "Step",
     "one_row",
@@ -45,7 +46,13 @@ _LARGEST_KEPT = 1 << 16
 _LARGEST_CONSTANT = 1 << 24
 """Larger constants are not read."""
 _ROW_KEY = "treefx_row"
-_MASKS = {torch.ops.aten.masked_fill, torch.ops.aten.where, torch.ops.aten.tril, torch.ops.aten.triu}
+HAS_KNOWN = "treefx_has_known"
+"""Set on labelled values with known elements, which proofs rely on. On rows they are computed, not expanded: what is
+expanded at padding that was left out is another token's."""
+_MASKS = {
+    torch.ops.aten.masked_fill, torch.ops.aten.where, torch.ops.aten.tril, torch.ops.aten.triu,
+    torch.ops.aten.bitwise_and, torch.ops.aten.logical_and,
+}  # fmt: skip
 """They put known elements among the others."""
 
 
@@ -106,7 +113,8 @@ def one_row(step: Step, node: fx.Node, offset: int, inner: int) -> State:
         first = digits.narrow(position + 1, 0, 1)
         if not bool((digits == first).all()):
             raise Unknown
-        return replace(state, shape=tuple(shape), value=first.flatten(position, position + 2))
+        known = State.of(shape, state.value.dtype, 0)
+        return replace(known, value=first.flatten(position, position + 2), sources=state.sources, packed=state.packed)
     if not bool(state.mask.all()) and not is_uniform(node, position):
         raise Unknown
     return state.mapped(lambda table: table.narrow(position, 0, 1), shape, None)
@@ -193,7 +201,8 @@ class CausalDomain:
             self._refined.add(node)
             state = self.state(node)
             parts = state if isinstance(state, tuple) else (state,)
-            if not any(part is not None and part.knows for part in parts):
+            node.meta[HAS_KNOWN] = any(part is not None and part.knows for part in parts)
+            if not any(part is not None and part.says_more for part in parts):
                 self._refined.discard(node)
                 if not contracted:
                     del self._known[node]
@@ -267,7 +276,10 @@ class CausalDomain:
         constant = constants_of(node).value(node) if value.numel() <= _LARGEST_CONSTANT else None
         if constant is not None:
             return State.constant(constant)
-        return State.of(value.shape, value.dtype) if found is None else found
+        if found is not None:
+            return found
+        learned = node.op != "call_function" and fact_of(node).learned  # a parameter holds no fill of a mask
+        return State.of(value.shape, value.dtype).above_fills() if learned else State.of(value.shape, value.dtype)
 
 
 def token_dims(state: State, rows: int, columns: int) -> Dims | None:
@@ -281,7 +293,7 @@ def token_dims(state: State, rows: int, columns: int) -> Dims | None:
     digits = _digits(state, rows)
     candidates = []
     for position, (d, size) in enumerate(digits):
-        if size % columns or d < 0:
+        if not size or size % columns or d < 0:
             continue
         for leading in {True, False} if size > columns else {True}:
             slack = _slack(state, digits, position, columns, leading)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from treefx.passes.causal.domain import Step, one_row
-from treefx.passes.causal.state import LARGEST_TABLE, RowDigit, State, Unknown
+from treefx.passes.causal.fills import absorbed, find_floored
+from treefx.passes.causal.state import LARGEST_TABLE, Options, RowDigit, State, Unknown
 from treefx.passes.causal.step import law, of_rank, same_rows
 from treefx.passes.labels.facts import shape_of
 from treefx.passes.labels.laws.gradients import custom_function_reason
@@ -27,6 +28,12 @@ _ON_ITSELF = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 def pointwise(step: Step) -> State:
     """The largest column of the operands; a known element reads nothing."""
     states, row = _broadcast(step, step.node.all_input_nodes)
+    return replace(
+        _combined(step, states, row), floored=find_floored(step, states), options=_find_options(step, states)
+    )
+
+
+def _combined(step: Step, states: dict[fx.Node, State], row: RowDigit | None) -> State:
     columns = [states[node].column for node in states]
     shape = torch.broadcast_shapes(*[column.shape for column in columns])  # type: ignore[no-untyped-call]
     if math.prod(shape) > LARGEST_TABLE:
@@ -38,6 +45,7 @@ def pointwise(step: Step) -> State:
     rule = _ABSORBING.get(step.node.target)
     if rule is not None:
         column, value, mask = rule(step, states, column, value, mask)
+    value, mask = absorbed(step, states, value, mask)
     column = torch.where(mask, 0, column) if bool(mask.any()) else column
     return State(step.result_shape(row), column, value, mask, row)
 
@@ -57,7 +65,7 @@ def _broadcast(step: Step, nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, Stat
 
 def _computed(step: Step, states: dict[fx.Node, State]) -> tuple[Tensor, Tensor]:
     """Compute an operator on known elements; none is known if it cannot run on the tables."""
-    rank, dtype = len(shape_of(step.node)), step.node.meta["val"].dtype
+    rank, dtype = max(state.rank for state in states.values()), step.node.meta["val"].dtype
     unknown = torch.zeros([1] * rank, dtype=dtype), torch.zeros([1] * rank, dtype=torch.bool)
     if not all(state.knows for state in states.values()):
         return unknown
@@ -108,18 +116,50 @@ def _true_absorbs(step: Step, states: dict[fx.Node, State], column: Tensor, valu
 
 def _where(step: Step, states: dict[fx.Node, State], column: Tensor, value: Tensor, mask: Tensor) -> Tables:
     """Where the condition is known, only the chosen branch is read."""
-    first, second, third = step.node.args[:3]
-    order = (second, first, third) if step.node.target in _FILLS else (first, second, third)
-    condition = _operand(states, order[0], value)
-    chosen, other = (_operand(states, item, value) for item in order[1:])
-    if step.node.target in _FILLS:
-        chosen, other = other, chosen
+    condition, chosen, other = _branches(step, states, value)
     if not condition.knows:
         return column, value, mask
     holds = condition.value != 0
     column = torch.where(condition.mask, torch.where(holds, chosen.column, other.column), column)
     value = torch.where(holds, chosen.value, other.value).to(value.dtype)
     return column, value, condition.mask & torch.where(holds, chosen.mask, other.mask)
+
+
+def _branches(step: Step, states: dict[fx.Node, State], like: Tensor) -> tuple[State, State, State]:
+    """The condition of a choice, and the operands where it holds and where it does not."""
+    first, second, third = (_operand(states, item, like) for item in step.node.args[:3])
+    return (second, third, first) if step.node.target in _FILLS else (first, second, third)
+
+
+def _find_options(step: Step, states: dict[fx.Node, State]) -> Options | None:
+    """Compute an operator for every option of one open choice; an open condition doubles the options."""
+    given = [state.options for state in states.values() if state.options is not None]
+    if not given or any(item.origin is not given[0].origin for item in given):
+        return None
+    opened = {node: _opened(state) for node, state in states.items()}
+    value, mask = _computed(step, opened)
+    rule = _ABSORBING.get(step.node.target)
+    if rule is not None:
+        _, value, mask = rule(step, opened, torch.zeros([1] * value.dim()), value, mask)
+    if rule is not _where or bool(mask.all()):
+        return Options(given[0].origin, value, mask)
+    condition, chosen, other = _branches(step, opened, value)
+    if not bool(chosen.mask.all() & other.mask.all()):
+        return Options(given[0].origin, value, mask)
+    holds, fails = (condition.mask & (condition.value == truth) for truth in (True, False))
+    both = [torch.where(fails, other.value, chosen.value), torch.where(holds, chosen.value, other.value)]
+    value = torch.cat(both, -1).to(value.dtype)
+    return Options(step.node, value, torch.ones([1] * value.dim(), dtype=torch.bool))
+
+
+def _opened(state: State) -> State:
+    """A state whose last dimension has the options of its choice."""
+    options = state.options
+    if options is None:
+        value, mask = state.value.unsqueeze(-1), state.mask.unsqueeze(-1)
+    else:
+        value, mask = options.value, options.mask
+    return State((*state.shape, max(value.shape[-1], mask.shape[-1])), torch.zeros([1] * value.dim()), value, mask)
 
 
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}

@@ -11,6 +11,7 @@ from typing import Any
 
 from treefx.passes.causal import library_laws as causal_library  # noqa: F401  (register laws)
 from treefx.passes.causal import movement as causal_movement  # noqa: F401  (register laws)
+from treefx.passes.causal import picks as causal_picks  # noqa: F401  (register laws)
 from treefx.passes.causal import reductions as causal_reductions  # noqa: F401  (register laws)
 from treefx.passes.causal.elements import pointwise
 from treefx.passes.causal.step import LAWS, CausalLaw

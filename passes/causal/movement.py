@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,8 +173,8 @@ def _joined(states: Sequence[State], dim: int, shape: Sequence[int], row: RowDig
         return torch.cat([table.expand(sizes) for table in tables], dim)
 
     column, mask = join([state.column for state in spread]), join([state.mask for state in spread])
-    value = join([state.value for state in spread])
-    return State(tuple(shape), column, value, mask, row)
+    value, floored = join([state.value for state in spread]), join([state.is_floored() for state in spread])
+    return State(tuple(shape), column, value, mask, row, floored=floored)
 
 
 @law(aten.constant_pad_nd)
@@ -188,10 +187,9 @@ def _pad(step: Step) -> State:
     def padded(table: Tensor, value: Any) -> Tensor:
         return aten.constant_pad_nd.default(table, pad, value)  # type: ignore[no-any-return]
 
-    return replace(
-        state, shape=step.result_shape(state.row), column=padded(spread.column, 0),
-        value=padded(spread.value, fill), mask=padded(spread.mask, True),
-    )  # fmt: skip
+    column, value, mask = padded(spread.column, 0), padded(spread.value, fill), padded(spread.mask, True)
+    floored = padded(spread.is_floored(), True)
+    return State(step.result_shape(state.row), column, value, mask, state.row, floored=floored)
 
 
 @law(aten.flip, aten.roll)
@@ -260,7 +258,8 @@ def _triangle(step: Step) -> State:
     inside = cut(torch.ones([state.shape[d] for d in dims], dtype=torch.bool), diagonal)
     spread = state.spread(*dims)
     column, value = (torch.where(inside, table, 0) for table in (spread.column, spread.value))
-    return replace(state, column=column, value=value.to(state.value.dtype), mask=spread.mask | ~inside)
+    mask = spread.mask | ~inside
+    return State(state.shape, column, value.to(state.value.dtype), mask, state.row, floored=spread.is_floored())
 
 
 @law(aten.slice_scatter, aten.select_scatter)
@@ -290,31 +289,47 @@ def _written(step: Step, into: State, part: State, dim: int, args: Sequence[Any]
         written = source.expand(sizes).squeeze(dim) if selects else source.expand(sizes)
         return step.node.target(target.expand(sizes), written, *args)  # type: ignore[no-any-return, operator]
 
-    value = write(wide.value, narrow.value.to(wide.value.dtype))
-    return State(step.result_shape(row), write(wide.column, narrow.column), value, write(wide.mask, narrow.mask), row)
+    value, mask = write(wide.value, narrow.value.to(wide.value.dtype)), write(wide.mask, narrow.mask)
+    floored = write(wide.is_floored(), narrow.is_floored())
+    return State(step.result_shape(row), write(wide.column, narrow.column), value, mask, row, floored=floored)
 
 
 @law(aten.index)
 def _index(step: Step) -> State:
-    """Elements picked at constant places along dimensions other than that of the rows."""
+    """Elements picked at constant places; the places of the rows count them up, as in ``x[batch, key]``."""
     state = step.state(step.node.args[0])
     indices: Any = step.node.args[1]
     where = [d for d, item in enumerate(indices) if item is not None]
-    picked = [step.state(indices[d]) for d in where]
-    for d, item in zip(where, picked, strict=True):
-        along(d, state.rank, state.row)
-        if not bool(item.mask.all()) or item.value.dtype is torch.bool:
-            raise Unknown
+    picked = {d: step.state(indices[d]) for d in where}
+    if any(not bool(item.mask.all()) or item.value.dtype is torch.bool for item in picked.values()):
+        raise Unknown
     places: list[Any] = [slice(None)] * len(indices)
-    for d, item in zip(where, picked, strict=True):
+    for d, item in picked.items():
         places[d] = item.value.expand(item.shape).to(torch.int64)
-    rank = torch.broadcast_shapes(*[item.shape for item in picked])  # type: ignore[no-untyped-call]
+    rank = torch.broadcast_shapes(*[item.shape for item in picked.values()])  # type: ignore[no-untyped-call]
     together = where == list(range(where[0], where[-1] + 1))
     row = state.row
-    if row is not None:
+    if row is not None and row.dim in picked:
+        counted = _counts_rows(step.rows, row, {d: places[d] for d in where}, len(rank))
+        places[row.dim] = torch.zeros_like(places[row.dim].narrow(counted - len(rank), 0, 1))
+        row = RowDigit(counted + (where[0] if together else 0), 1)
+    elif row is not None:
         before = sum(d < row.dim for d in where)
         row = row if together and row.dim < where[0] else shifted(row, len(rank) - before)
     return state.spread(*where).mapped(lambda table: table[tuple(places)], step.result_shape(row), row)
+
+
+def _counts_rows(rows: int, row: RowDigit, places: dict[int, Tensor], rank: int) -> int:
+    """Return the dimension of the places along which those of the rows are 0, 1, 2, ...; the others are constant."""
+    counting = places[row.dim]
+    dims = [d for d in range(counting.dim()) if counting.shape[d] == rows]
+    for d in dims:
+        counted = torch.arange(rows).reshape([-1 if e == d else 1 for e in range(counting.dim())])
+        behind = counting.dim() - d
+        others = [item for at, item in places.items() if at != row.dim and item.dim() >= behind]
+        if row.inner == 1 and bool((counting == counted).all()) and all(item.shape[-behind] == 1 for item in others):
+            return rank - behind
+    raise Unknown
 
 
 @law(aten.index_select)

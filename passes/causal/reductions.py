@@ -49,7 +49,15 @@ def _reduction(step: Step) -> States:
         for dim in dims:
             zero = zero.all(dim, keepdim=True)
         results[0] = replace(results[0], mask=zero if keeps else zero.squeeze(dims))
+    if step.node.target in _LARGEST:  # of several, one is above the fills
+        floored = state.is_floored()
+        for dim in dims:
+            floored = floored.any(dim, keepdim=True)
+        results[0] = replace(results[0], floored=floored if keeps else floored.squeeze(dims))
     return results[0] if isinstance(value, Tensor) else tuple(results)
+
+
+_LARGEST = {aten.amax.default, aten.max.dim}
 
 
 @law(aten.cumsum, aten.cumprod, aten.logcumsumexp)
@@ -61,12 +69,15 @@ def _scan(step: Step) -> State:
     dtype = step.node.meta["val"].dtype
     mask = spread.mask.to(torch.int8).cummin(dim).values.to(torch.bool)
     value = step.node.target(spread.value, dim).to(dtype)  # type: ignore[operator]
-    return replace(state, column=spread.column.cummax(dim).values, value=value, mask=mask)
+    return State(state.shape, spread.column.cummax(dim).values, value, mask, state.row)
 
 
 @law(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.softmax, aten.log_softmax)
 def _softmax(step: Step) -> State:
-    """Take the largest column; exp of a known -inf is 0, if another element is left."""
+    """Take the largest column; exp of a known -inf is 0, if another element is left.
+
+    So is that of any fill of a mask, next to an element that is above all fills.
+    """
     state = step.state(step.node.args[0])
     dim = along(step.node.args[1], state.rank, state.row)
     dtype = step.node.meta["val"].dtype
@@ -78,6 +89,7 @@ def _softmax(step: Step) -> State:
     spread = state.spread(dim)
     hidden = spread.mask & (spread.value == -math.inf)
     hidden = hidden & ~hidden.all(dim, keepdim=True)
+    hidden = hidden | (spread.is_fill() & spread.is_floored().any(dim, keepdim=True))
     return replace(result, column=torch.where(hidden, 0, column), mask=hidden)
 
 
@@ -127,7 +139,8 @@ def _product(step: Step) -> State:
     column, zero = _multiplied(a, b)
     if len(shape_of(step.node)) == 2:
         column, zero = column.squeeze(0), zero.squeeze(0)
-    result = replace(State.of(step.result_shape(row), step.node.meta["val"].dtype), column=column, row=row)
+    result = State.of(step.result_shape(row), step.node.meta["val"].dtype).above_fills()
+    result = replace(result, column=column, row=row)
     if len(step.node.args) == 2:
         return replace(result, mask=zero)
     added = step.node.args[0]
@@ -135,7 +148,8 @@ def _product(step: Step) -> State:
     bias = step.state(added) if row is None else one_row(step, added, result.rank - row.dim, row.inner)
     if bias.row is not None and row is None:
         raise Unknown
-    return replace(result, column=torch.maximum(column, of_rank(bias, result.rank).column))
+    bias = of_rank(bias, result.rank)
+    return replace(result, column=torch.maximum(column, bias.column), floored=bias.is_floored())
 
 
 def _factors(step: Step, left: fx.Node, right: fx.Node) -> tuple[State, State, RowDigit | None]:

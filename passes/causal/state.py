@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["LARGEST_TABLE", "RowDigit", "State", "States", "Unknown"]
+__all__ = ["FILL", "LARGEST_TABLE", "Options", "RowDigit", "State", "States", "Unknown"]
 
 LARGEST_TABLE = 1 << 26
 """Values with larger tables are unknown."""
+
+
+FILL = -(2.0**120)
+"""Numbers at or below this are fills of masks.
+
+The sum of one and a number of a model, which counts as smaller than 2**60 as in ``treefx.passes.scores.hidden``, rounds
+to the fill in float32, bfloat16 and float64.
+"""
 
 
 class Unknown(Exception):
@@ -29,12 +37,31 @@ class RowDigit:
 
 
 @dataclass(frozen=True)
+class Options:
+    """Describe elements as functions of one open choice, such as that of a key by ``topk``.
+
+    ``value`` and ``mask`` are tables as those of a state, with the options of the choice in one more dimension. Two
+    values are functions of the same choice if they have the same ``origin``.
+    """
+
+    origin: object
+    value: Tensor
+    mask: Tensor
+
+    def mapped(self, move: Callable[[Tensor], Tensor]) -> Options:
+        """The options after a movement of elements: another choice, since elements have other places."""
+        moved = [torch.stack([move(one) for one in table.unbind(-1)], -1) for table in (self.value, self.mask)]
+        return Options(object(), *moved)
+
+
+@dataclass(frozen=True)
 class State:
     """Hold the dependence of one row of a value.
 
     ``shape`` is the full shape with the row digit taken out; the tables have its rank, and per dimension its size or 1.
     ``row`` is None for a value that is the same for all rows. ``sources`` are the inputs [B, T] that the value read on
-    its way, ``packed`` whether it read a packed value.
+    its way, ``packed`` whether it read a packed value. ``floored`` is a table, too: which unknown elements are above
+    all fills of masks; None: no element is known to be. ``options`` say more about unknown elements, see there.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +71,8 @@ class State:
     row: RowDigit | None = None
     sources: frozenset[fx.Node] = frozenset()
     packed: bool = False
+    floored: Tensor | None = None
+    options: Options | None = None
 
     @property
     def rank(self) -> int:
@@ -55,14 +84,34 @@ class State:
         """Whether any element is known."""
         return bool(self.mask.any())
 
+    @property
+    def says_more(self) -> bool:
+        """Whether anything is known of elements besides their columns."""
+        return self.knows or self.options is not None or (self.floored is not None and bool(self.floored.any()))
+
     def is_zero(self) -> Tensor:
         """Where the value is known to be zero (or False)."""
         return self.mask & (self.value == 0)
 
+    def is_floored(self) -> Tensor:
+        """Where the value is above all fills of masks."""
+        unknown = torch.zeros_like(self.mask) if self.floored is None else self.floored
+        return torch.where(self.mask, self.value > FILL, unknown)
+
+    def above_fills(self) -> State:
+        """The same, all unknown elements above the fills of masks."""
+        return replace(self, floored=torch.ones([1] * self.rank, dtype=torch.bool))
+
+    def is_fill(self) -> Tensor:
+        """Where the value is known to be a fill of a mask, -inf included."""
+        return self.mask & (self.value <= FILL) if self.value.dtype.is_floating_point else torch.zeros_like(self.mask)
+
     def mapped(self, move: Callable[[Tensor], Tensor], shape: Sequence[int], row: RowDigit | None) -> State:
         """The state after a movement of elements."""
-        tables = [move(table) for table in (self.column, self.value, self.mask)]
-        return replace(self, shape=tuple(shape), column=tables[0], value=tables[1], mask=tables[2], row=row)
+        column, value, mask = (move(table) for table in (self.column, self.value, self.mask))
+        floored = None if self.floored is None else move(self.floored)
+        options = None if self.options is None else self.options.mapped(move)
+        return State(tuple(shape), column, value, mask, row, self.sources, self.packed, floored, options)
 
     def spread(self, *dims: int) -> State:
         """The same tables, of full size along the given dimensions."""

@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import Contracted
+from treefx.passes.causal.domain import HAS_KNOWN
 from treefx.passes.labels.facts import ALONG_ROWS, FACT, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
 from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY
 from treefx.passes.labels.laws import experts as expert_laws
@@ -153,7 +154,14 @@ class PackingInterpreter:
         redundant = [item in self.redundant for item in conditions]
         places = (node in self._live, node in self.changed, node is self.tokens.ids, node in self._of_ids)
         looks_behind = object() if isinstance(law, Pick | Reindexed) else None  # its operands' operators; has no equal
-        return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places, looks_behind
+        return (
+            node.meta.get(FACT),
+            node.meta.get(HAS_KNOWN),
+            described(node.meta.get("val")),
+            redundant,
+            *places,
+            looks_behind,
+        )
 
     def _common(self) -> list[Any]:
         """Return values that emitters read besides forms: the trie, and lists they extend."""
@@ -209,8 +217,8 @@ class PackingInterpreter:
 
     def _make_full(self, node: fx.Node) -> Any:
         fact = fact_of(node) if node.op == "call_function" else None
-        contracted = fact is not None and isinstance(fact.law, Contracted)
-        if fact is not None and fact.kind is Kind.PACKED and _is_token_wise(fact) and not contracted:
+        computed = fact is not None and (isinstance(fact.law, Contracted) or node.meta.get(HAS_KNOWN, False))
+        if fact is not None and fact.kind is Kind.PACKED and _is_token_wise(fact) and not computed:
             assert fact.dims is not None
             first = tokens_first(self.packed(node), fact.dims, self.metadata.tokens)
             return expand_rows(first, fact.dims, self.metadata.token_of)
