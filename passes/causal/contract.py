@@ -35,7 +35,7 @@ from treefx.passes.causal.tree_mixers import (
     has_channels_by_tokens,
 )
 from treefx.passes.labels.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
-from treefx.passes.labels.label_tokens import Improve
+from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Improve
 from treefx.passes.labels.token_inputs import Tokens
 
 __all__ = ["Contracted", "Contractor", "contracting", "leaks", "mixes"]
@@ -80,8 +80,10 @@ class Contractor:
         if found is None:
             return fact
         state, dims = found
+        small = value.numel() <= _LARGEST_UNLEARNED * self._domain.rows * self._domain.columns
+        if not small and _is_mask(node):
+            return fact  # of chosen keys
         if not (state.packed or fact.learned):
-            small = value.numel() <= _LARGEST_UNLEARNED * self._domain.rows * self._domain.columns
             return Fact(Kind.PREFIX, dims, law=ALONG_ROWS) if small else fact
         if not self._admits(node, state.sources):
             return fact
@@ -97,6 +99,28 @@ class Contractor:
             return None
         dims = token_dims(state, self._domain.rows, self._domain.columns)
         return None if dims is None else (state, dims)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Return whether a value is a condition, or numbers that conditions choose: no gradient passes through it."""
+    stack, seen = [node], {node}
+    while stack:
+        top = stack.pop()
+        value = top.meta.get("val")
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+            if top is node and value.dtype is not torch.bool:
+                return False
+            continue
+        if top.op != "call_function":
+            if fact_of(top).learned:
+                return False
+            continue
+        if top.target in DTYPE_ONLY or top.target in SHAPE_ONLY or top.target is aten.detach.default:
+            continue
+        sources = [item for item in top.all_input_nodes if item not in seen]
+        seen.update(sources)
+        stack += sources
+    return True
 
 
 def contracting(

@@ -50,6 +50,7 @@ from treefx.passes.trace import library_calls as _library_calls  # noqa: F401  (
 __all__ = [
     "DTYPE_ONLY",
     "MEETS_ROWS",
+    "SHAPE_ONLY",
     "Identity",
     "Improve",
     "MakeImprove",
