@@ -2,10 +2,12 @@
 
 import logging
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from transformers.utils.import_utils import torch_compilable_check
 
 from tests.backend.small import Small
 from tests.batches import shared_batch
@@ -38,6 +40,26 @@ def test_a_warning_between_logits_and_loss_cuts_nothing() -> None:
     compiled(**shared_batch(rows=3, length=8, shared=4, vocab=61).inputs()).backward()
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert stats_of(compiled)["ran"] == "packed"
+
+
+def test_a_check_of_selected_elements_cuts_nothing() -> None:
+    """It counts the elements under masks of fewer dimensions too; elsewhere the count stays a number."""
+
+    def checked(x: Tensor, mask: Tensor, vectors: Tensor) -> Tensor:
+        torch_compilable_check(x[mask].numel() == vectors.numel(), f"{mask.sum()} tokens, {vectors.shape[0]} vectors")
+        return x * 2
+
+    compiled = torch.compile(checked, backend="treefx", options={"inner": "eager"})
+    x, mask, counts = torch.ones(2, 3, 4), torch.eye(2, 3) > 0, []
+    counters.clear()
+    for given in (mask, mask.unsqueeze(-1).expand_as(x)):
+        assert torch.equal(compiled(x, given, torch.ones(2, 4)), x * 2)
+        with pytest.raises(RuntimeError, match="expected as many tokens of images"):
+            compiled(x, given, torch.ones(3, 4))
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    counted = torch.compile(lambda: counts.append(x[mask].numel()), backend="treefx", options={"inner": "eager"})
+    counted()
+    assert counts == [8] and type(counts[0]) is int
 
 
 def test_another_number_of_rows_compiles_nothing() -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import SpeculationLog
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -21,6 +22,7 @@ from treefx.torch_patches.backports import IS_OLDER
 from treefx.torch_patches.patch import is_ours
 
 __all__ = [
+    "count_checked_elements",
     "drop_no_layer_at_a_rate_of_zero",
     "is_of_module",
     "leave_buckets_whole",
@@ -176,3 +178,57 @@ def _is_branched_on(tx: Any) -> bool:
 
 def _is_drawn(value: Any) -> bool:
     return isinstance(value, TensorVariable) and value.ndim == 0 and value.as_proxy().node.target is torch.rand
+
+
+def count_checked_elements() -> None:
+    """Trace ``x[mask].numel()`` in a check of transformers as a count of the mask.
+
+    Vision-language models check ``torch_compilable_check(x[mask].numel() == vectors.numel(), ...)``. The selection is
+    read for its size alone, but its shape depends on data, which cuts the graph in front of the check. Elsewhere the
+    selection and its count stay what they are, since code may expect a Python integer.
+    """
+    original = getattr(BuiltinVariable, "_handle_insert_op_in_graph", None)
+    if original is None:  # another version of Dynamo: it breaks the graph there
+        return
+
+    @functools.wraps(original)
+    def insert(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is operator.getitem and is_ours(tx) and _is_selection(*args) and _is_counted_by_check(tx):
+            return _Selection(*args)
+        return original(self, tx, args, kwargs)
+
+    BuiltinVariable._handle_insert_op_in_graph = insert  # type: ignore[method-assign]
+
+
+class _Selection(VariableTracker):
+    """Stand for ``x[mask]``, of which nothing but ``numel()`` is read."""
+
+    def __init__(self, x: TensorVariable, mask: TensorVariable) -> None:
+        super().__init__()
+        self.x, self.mask = x, mask
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
+        """Trace ``mask.sum() * n``, with n elements of x for each of the mask."""
+        assert name == "numel" and not args and not kwargs
+        chosen: Any = self.mask.call_method(tx, "sum", [], {})
+        for dim in range(self.mask.ndim or 0, self.x.ndim or 0):
+            size = self.x.call_method(tx, "size", [ConstantVariable.create(dim)], {})
+            chosen = BuiltinVariable(operator.mul).call_function(tx, [chosen, size], {})
+        return chosen  # type: ignore[no-any-return]
+
+
+def _is_selection(x: Any, index: Any) -> bool:
+    return isinstance(x, TensorVariable) and isinstance(index, TensorVariable) and index.dtype is torch.bool
+
+
+def _is_counted_by_check(tx: Any) -> bool:
+    """Return whether the present result is read by ``.numel()``, in the arguments of a check of transformers."""
+    place = tx.instruction_pointer
+    if tx.instructions[place].argval != "numel":
+        return False
+    for earlier in reversed(tx.instructions[:place]):
+        if earlier.opname.startswith(("STORE", "POP_TOP", "RETURN")):
+            return False
+        if earlier.opname == "LOAD_GLOBAL" and earlier.argval == "torch_compilable_check":
+            return True
+    return False

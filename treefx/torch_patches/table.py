@@ -48,6 +48,13 @@ PATCHES = (
         dynamo.drop_no_layer_at_a_rate_of_zero,
     ),
     Patch(
+        "torch._dynamo.variables.builtin.BuiltinVariable._handle_insert_op_in_graph (x[mask])",
+        _ALL,
+        "a check that counts the elements under a mask cuts the graph between embeddings and layers (gemma4)",
+        "tests/torch_patches/test_dynamo.py::test_a_check_of_selected_elements_cuts_nothing",
+        dynamo.count_checked_elements,
+    ),
+    Patch(
         "transformers::grouped_mm_fallback (its autograd)",
         "transformers <= 5.17",
         "the backward of experts loops over values, which no graph of a backward knows",
