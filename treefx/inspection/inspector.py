@@ -29,6 +29,7 @@ from treefx.runtime.observed.observer import observers
 from treefx.runtime.reason import Cause
 from treefx.runtime.report import NO_IDS, GraphReport, Run, find
 from treefx.runtime.steps import version_of
+from treefx.runtime.whole.distinct_images import images_run
 
 __all__ = ["STAGES", "Inspection", "inspect", "sources_of", "statistics"]
 
@@ -316,6 +317,15 @@ def _of_tokens(latest: list[GraphReport], first: GraphReport) -> dict[str, Any]:
     }
 
 
+def _of_images(everything: list[GraphReport]) -> dict[str, int | None]:
+    """Count the images of the last call of a tower in front of the graphs, and those that it ran on."""
+    images = images_run(weight for report in everything for weight in report.parameters)
+    return {
+        "images": None if images is None else images.given,
+        "images_run": None if images is None else images.run,
+    }
+
+
 def _analysed(latest: list[GraphReport]) -> Iterator[GraphReport]:
     """Select reports with expansions: packed graphs, and graphs with a reason for rows."""
     return (item for item in latest if item.ran == "packed" or item.fallback is not None and not item.feeds_others)
@@ -346,6 +356,7 @@ def statistics(
     packed = [report for report in latest if report.ran == "packed"]
     return {
         **_of_tokens(latest, first),
+        **_of_images(everything),
         **_of_step(first),
         "ran": first.ran,
         "way": first.way,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Patch", "is_ours"]
+__all__ = ["Patch", "is_ours", "is_treefx"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,11 @@ def is_ours(tx: Any) -> bool:
 
     It only observes some models.
     """
-    compiler = tx.output.compiler_fn
+    return is_treefx(tx.output.compiler_fn)
+
+
+def is_treefx(compiler: Any) -> bool:
+    """Return whether a compiler of Dynamo is treefx, and does not only observe."""
     if getattr(compiler, "compiler_name", None) != "treefx":
         return False
     options = getattr(compiler, "kwargs", {}).get("options")

@@ -49,7 +49,9 @@ def test_images(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, batch = Pair(qwen3_vl()), batch_of_images()
     for names in (SAME, SECOND, OTHER):
         with in_case(names):
-            assert check(pair, step_of(batch, names))["tokens"] == distinct(batch, names)
+            stats = check(pair, step_of(batch, names))
+            assert stats["tokens"] == distinct(batch, names)
+            assert (stats["images"], stats["images_run"]) == (4, len({*names}))
     monkeypatch.setattr(towers, "_number_images", lambda given, count: torch.zeros(count, dtype=torch.int64))
     check(pair, step_of(batch, "aaaa"))
     for names in (SECOND, OTHER):

@@ -1,8 +1,9 @@
 """Note which image each vector of a vision tower comes from, for later graphs.
 
-Most towers read the sizes of images on the host, which cuts the model in two. All have their features from
+Most towers read the sizes of images on the host, which cuts the model in two. All return their features from
 ``get_image_features`` or ``get_video_features`` of a model, one entry per image. Equal pixels give features that are
-one function of the parameters, if the order of the images does not matter and no random numbers are drawn.
+one function of the parameters, if the order of the images does not matter and no random numbers are drawn. A tower in
+front of the cut runs once per distinct image (``distinct_images``).
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.convert_frame import skip_code  # type: ignore[attr-defined]
 
 from treefx.passes.labels.facts import Axis, Dims, Factor
 from treefx.runtime.origins import note_vectors
 from treefx.runtime.token_bits import OF_TOKENS, number_tokens
+from treefx.runtime.whole.distinct_images import Distinct, find_distinct, is_separate, note_run, patches_of
+from treefx.torch_patches.patch import is_treefx
 
 __all__ = ["note_towers"]
 
@@ -43,19 +48,99 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # within a graph, where the analysis sees the tower
             return original(self, *args, **kwargs)
-        values = [*args, *kwargs.values()]
-        given = [x for x in values if isinstance(x, Tensor)]
-        before = _random_states(given)
-        result = original(self, *args, **kwargs)
-        drawn = any(not torch.equal(x, y) for x, y in zip(before, _random_states(given), strict=True))
-        images: Any = getattr(result, "pooler_output", None)
-        if _is_list(images) and not drawn and not any(_is_per_image(x, len(images)) for x in values):
-            _note(given, images, getattr(result, "deepstack_features", None) or ())
+        call = _begin(self, original, args, kwargs, _is_compiled(get_eval_frame_callback()))
+        result = original(self, *call.args, **call.kwargs)
+        if not _end(call, result):
+            result = original(self, *args, **kwargs)
+            _end(_with_all(call), result)
         return result
 
     features.__treefx_notes__ = True  # type: ignore[attr-defined]
     skip_code(features.__code__)  # type: ignore[attr-defined]  # run as it stands, the original is compiled by itself
     return features
+
+
+def _is_compiled(callback: Any) -> bool:
+    """Return whether treefx compiles the frame that calls, by Dynamo's callback for frames."""
+    while callback is not None and not is_treefx(callback):
+        backend = getattr(callback, "_torchdynamo_orig_backend", None)
+        callback = getattr(callback, "_torchdynamo_orig_callable", None) if backend is None else backend
+    return callback is not None
+
+
+@dataclass
+class _Call:
+    """A call of a tower.
+
+    Attributes:
+        model: It holds the tower.
+        values: All arguments, of all images.
+        args, kwargs: Those of the distinct images, with which the tower runs.
+        distinct: Which images run; None for all of them.
+        count: The number of images; None if it is unknown.
+        states: The states of random numbers before the call.
+    """
+
+    model: nn.Module
+    values: Sequence[Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    distinct: Distinct | None = None
+    count: int | None = None
+    states: Sequence[Tensor] = ()
+
+    @property
+    def given(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return [x for x in self.values if isinstance(x, Tensor)]
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]  # Dynamo would trace it for nothing
+def _begin(
+    model: nn.Module, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], is_compiled: bool
+) -> _Call:
+    """Select the distinct images, where the tower computes each by itself; uncompiled models run all."""
+    call = _Call(model, [*args, *kwargs.values()], args, kwargs)
+    found = find_distinct(call.given, _number_images) if is_compiled else None
+    repeats = found is not None and len(found.first) < len(found.copy_of)
+    if found is not None and repeats and not any(_is_per_image(x, len(found.copy_of)) for x in call.values):
+        if is_separate(model, original, args, kwargs, found):
+            call.distinct = found
+            call.args = [found.select(x) for x in args]
+            call.kwargs = {name: found.select(x) for name, x in kwargs.items()}
+    if found is not None:
+        call.count = len(found.copy_of)
+        note_run(model, call.count, len(found.first) if call.distinct else call.count)
+    call.states = _random_states(call.given)
+    return call
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _with_all(call: _Call) -> _Call:
+    """Return a call that ran on all images."""
+    if call.count is not None:
+        note_run(call.model, call.count, call.count)
+    return replace(call, distinct=None)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _end(call: _Call, result: Any) -> bool:
+    """Restore all images of a result, and note which of its vectors are equal.
+
+    Returns:
+        False if the result has a form that cannot be restored.
+    """
+    if call.distinct is not None and not call.distinct.restore(result):
+        return False
+    drawn = any(not torch.equal(x, y) for x, y in zip(call.states, _random_states(call.given), strict=True))
+    images: Any = getattr(result, "pooler_output", None)
+    one_each = isinstance(images, Tensor) and images.dim() > 2 and len(images) == call.count
+    if (_is_list(images) or one_each) and not drawn and not any(_is_per_image(x, len(images)) for x in call.values):
+        if one_each:
+            note_vectors(images, functools.partial(_Numbers(call.given, [1] * len(images)), 0, len(images)))
+        else:
+            _note(call.given, images, getattr(result, "deepstack_features", None) or ())
+    return True
 
 
 def _random_states(given: Sequence[Tensor]) -> list[Tensor]:
@@ -122,8 +207,7 @@ def _number_images(given: Sequence[Tensor], count: int) -> Tensor | None:
 
     None if that is unknown.
     """
-    grids = [x for x in given if x.dim() == 2 and x.shape == (count, 3) and not x.is_floating_point()]
-    patches = grids[0].prod(-1) if grids else None
+    patches = patches_of(x for x in given if len(x.shape) and len(x) == count)
     numbers = []
     for x in given:
         if len(x.shape) and len(x) == count:

@@ -1,0 +1,233 @@
+"""A tower runs once per distinct image, if each image is computed by itself."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.oracle import FLOAT64
+from treefx.runtime import origins
+from treefx.runtime.whole import towers
+
+CASES = ("aaaa", "abca", "abacabab", "ab")
+"""Names of the images: one for all rows, one per row, two per row of which one is shared, no copy."""
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each call for one of a compiled model."""
+    monkeypatch.setattr(towers, "_is_compiled", lambda callback: True)
+
+
+def draw(names: str, count: int = 4) -> Tensor:
+    """float64 [n, count, 3], equal for equal names."""
+    drawn = {name: torch.randn(count, 3, generator=torch.Generator().manual_seed(ord(name))) for name in names}
+    return torch.stack([drawn[name] for name in names]).double()
+
+
+class Tower(nn.Module):
+    """Two features of each patch, with attention among the patches of an image.
+
+    Args:
+        mix: Changes the features [n, patches, 4] of all images at once.
+    """
+
+    def __init__(self, mix: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.project, self.mix, self.seen = nn.Linear(3, 4), nn.Linear(4, 4), mix, 0
+
+    def get_image_features(self, pixels: Tensor) -> Any:
+        self.seen += len(pixels)
+        x = self.embed(pixels)
+        x = self.mix(x + F.scaled_dot_product_attention(x, x, x))
+        return SimpleNamespace(pooler_output=self.project(x), last_hidden_state=x, attentions=None)
+
+
+class Listed(Tower):
+    """As a list of [patches, 4], with features for later layers, of all images in one dimension and as lists."""
+
+    def get_image_features(self, pixels: Tensor) -> Any:
+        x = super().get_image_features(pixels).pooler_output
+        deep = [x.flatten(0, 1) * 2, tuple(x * 3)]
+        return SimpleNamespace(pooler_output=tuple(x), deepstack_features=deep, last_hidden_state=x.flatten(0, 1))
+
+
+class Patches(Tower):
+    """From the patches of all images in one dimension, of which each image has its own number."""
+
+    def get_image_features(self, pixels: Tensor, grid: Tensor) -> Any:  # type: ignore[override]
+        parts = pixels.split(grid.prod(-1).tolist())
+        self.seen += len(parts)
+        hidden = [self.embed(x) for x in parts]
+        hidden = [x + F.scaled_dot_product_attention(x[None], x[None], x[None])[0] for x in hidden]
+        images = [self.project(x)[::2] for x in hidden]  # two patches make a vector
+        return SimpleNamespace(pooler_output=images, last_hidden_state=torch.cat(hidden))
+
+
+def given(tower: Tower, names: str) -> tuple[Tensor, ...]:
+    """Images of names after "m" are larger where patches stand in one dimension."""
+    if not isinstance(tower, Patches):
+        return (draw(names),)
+    grids = {name: [1, 2, 3] if name > "m" else [1, 2, 2] for name in names}
+    patches = [draw(name, 6 if name > "m" else 4)[0] for name in names]
+    return torch.cat(patches), torch.tensor([grids[name] for name in names])
+
+
+def flat(result: Any) -> list[Tensor]:
+    """All tensors of a result."""
+    fields = [x for x in vars(result).values() if x is not None]
+    parts = [item for x in fields for item in ([x] if isinstance(x, Tensor) else x)]
+    return [item for x in parts for item in ([x] if isinstance(x, Tensor) else x)]
+
+
+def run(see: Callable[..., Any], tower: Tower, names: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Results, and the gradients of all parameters where each copy has its own weights in the loss."""
+    tower.zero_grad()
+    tower.seen = 0
+    found = flat(see(tower, *given(tower, names)))
+    loss = sum((x * torch.arange(x.numel()).double().cos().reshape(x.shape)).sum() for x in found)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return found, [x.grad.clone() for x in tower.parameters() if x.grad is not None]
+
+
+def check(tower: Tower, names: str) -> int:
+    """Compare with all images; how many images were run behind the proof."""
+    plain, grads = run(type(tower).get_image_features, tower, names)
+    see = towers._noting(type(tower).get_image_features)
+    run(see, tower, names)
+    shared, shared_grads = run(see, tower, names)
+    for right, left in zip([*plain, *grads], [*shared, *shared_grads], strict=True):
+        assert right.shape == left.shape
+        torch.testing.assert_close(left, right, rtol=FLOAT64, atol=FLOAT64)
+    return tower.seen
+
+
+@pytest.mark.parametrize("kind", [Tower, Listed, Patches])
+def test_cases(kind: type[Tower]) -> None:
+    """Features of all images, and gradients that are sums over copies."""
+    tower = kind().double()
+    for names in (*CASES, *(["axbx"] if kind is Patches else [])):
+        assert check(tower, names) == len({*names}), names
+
+
+@pytest.mark.parametrize("kind", [Tower, Listed])
+def test_by_size_alone_is_wrong(kind: type[Tower], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of equal sizes taken for equal."""
+    monkeypatch.setattr(towers, "_number_images", lambda given, count: torch.zeros(count, dtype=torch.int64))
+    check(kind().double(), "aaaa")
+    with pytest.raises(AssertionError, match="not close"):
+        check(kind().double(), "abca")
+
+
+class Running(nn.BatchNorm1d):
+    """Statistics over all images, kept in buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x.cumsum(0),
+        lambda x: x + x.detach().flip(0),
+        lambda x: x / len(x),
+        Running(4),
+    ],
+    ids=["mean", "sum of those before", "without a gradient", "their number", "statistics"],
+)
+def test_images_that_are_mixed(mix: Any) -> None:
+    tower = Tower(mix).double()
+    assert check(tower, "abca") == 4
+
+
+def test_statistics_are_those_of_the_call() -> None:
+    """The proof leaves buffers as they were."""
+    norm = Running(4)
+    tower = Tower(norm).double()
+    see = towers._noting(Tower.get_image_features)
+    plain, shared = norm, Running(4).double()
+    run(Tower.get_image_features, tower, "abca")
+    tower.mix = shared
+    run(see, tower, "abca")
+    for right, left in zip(plain.buffers(), shared.buffers(), strict=True):
+        assert torch.equal(right, left)
+
+
+def test_random_numbers() -> None:
+    """Equal images draw their own; the numbers are those of the model without treefx. In eval mode nothing is drawn."""
+    tower = Tower(nn.Dropout(0.5)).double()
+    see = towers._noting(Tower.get_image_features)
+    found = []
+    for function in (Tower.get_image_features, see):
+        torch.manual_seed(1)
+        found.append(run(function, tower, "abca")[0][0])
+    assert torch.equal(*found) and tower.seen > 4 - 1
+    assert check(tower.eval(), "abca") == 3
+
+
+def test_hooks_see_every_image() -> None:
+    tower, seen = Tower().double(), []
+    tower.embed.register_forward_hook(lambda module, args, result: seen.append(len(result)))
+    assert check(tower, "aaaa") == 4 and {*seen} == {4}
+
+
+def test_a_projection_of_zeros_proves_nothing() -> None:
+    """Derivatives are all zero; the proof is made when they no longer are."""
+    tower = Tower(lambda x: x - x.mean(0)).double()
+    separate = Tower().double()
+    for item in (tower, separate):
+        nn.init.zeros_(item.project.weight)
+        assert check(item, "abca") >= 4
+        nn.init.ones_(item.project.weight)
+    assert check(tower, "abca") == 4 and check(separate, "abca") == 3
+
+
+def test_features_in_one_tensor_are_noted() -> None:
+    """One number per image, for graphs that take the vectors of all images as one tensor."""
+    see = towers._noting(Tower.get_image_features)
+    found = see(Tower().double(), draw("abca")).pooler_output
+    first, second, third, last = origins.numbers_of_vectors([found]).tolist()
+    assert first == last and len({first, second, third}) == 3
+
+
+def test_a_result_of_unknown_form_is_that_of_all_images() -> None:
+    """One entry for all images together has no part per image."""
+
+    class Summed(Tower):
+        def get_image_features(self, pixels: Tensor) -> Any:
+            result = super().get_image_features(pixels)
+            return SimpleNamespace(**vars(result), total=result.pooler_output.sum((0, 1)))
+
+    assert check(Summed().double(), "abca") == 4
+
+
+def test_entries_of_several_images_run_all() -> None:
+    """Padding images are left out of the features, so entries and features may have the same number by chance."""
+
+    class Rows(Tower):
+        def get_image_features(self, pixels: Tensor) -> Any:
+            images = pixels.flatten(0, 1)
+            real = images.ne(0).any(-1).any(-1).any(-1)
+            return SimpleNamespace(pooler_output=self.project(self.embed(images[real].flatten(1, 2))))
+
+    one, two, none = draw("a.")[:1], draw("ab"), torch.zeros(2, 4, 3).double()
+    one = torch.cat([one, none[:1]])
+    tower = Rows().double()
+    see = towers._noting(Rows.get_image_features)
+    for rows in ([one, one * 2, one], [two, none, two]):
+        pixels = torch.stack(rows).unsqueeze(2)
+        assert torch.equal(see(tower, pixels).pooler_output, Rows.get_image_features(tower, pixels).pooler_output)
+
+
+def test_an_uncompiled_model_runs_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of a compiled model may have other objects."""
+    monkeypatch.undo()
+    assert check(Tower().double(), "aaaa") == 4
