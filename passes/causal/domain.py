@@ -47,8 +47,8 @@ _LARGEST_CONSTANT = 1 << 24
 """Larger constants are not read."""
 _ROW_KEY = "treefx_row"
 HAS_KNOWN = "treefx_has_known"
-"""Set on labelled values with known elements, which proofs rely on. On rows they are computed, not expanded: what is
-expanded at padding that was left out is another token's."""
+"""Set on labelled values with known elements, which proofs rely on. On rows they are computed, not expanded:
+an expansion gives another token's value at padding that was left out."""
 _MASKS = {
     torch.ops.aten.masked_fill, torch.ops.aten.where, torch.ops.aten.tril, torch.ops.aten.triu,
     torch.ops.aten.bitwise_and, torch.ops.aten.logical_and,

@@ -1,7 +1,7 @@
-"""Define causal laws of choices: ``topk``, and what is written at chosen places.
+"""Define causal laws of choices: ``topk``, and writes at chosen places.
 
 The largest elements are a function of all elements that are not known, so their columns are read. An index that
-``topk`` gives is any of its places, and the value beside it the element there: both are functions of one open choice
+``topk`` gives is any of its places, and the value next to it the element there: both are functions of one open choice
 (``treefx.passes.causal.state.Options``). What a model makes of them element by element is computed for every option,
 so that a scatter knows the places where it writes nothing: keys that a query may not choose.
 """

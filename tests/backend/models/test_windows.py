@@ -74,7 +74,7 @@ class OpenByScore(ByScore):
 
 
 class Kept(Windows):
-    """What is chosen among hidden windows stays visible."""
+    """Choices among hidden windows stay visible."""
 
     def without_hidden(self, chosen: torch.return_types.topk, ready: Tensor) -> Tensor:
         return chosen.indices
