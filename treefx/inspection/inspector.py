@@ -355,8 +355,7 @@ def statistics(
     code = reason.code if reason is not None else code_of_cause(unseen.name)
     packed = [report for report in latest if report.ran == "packed"]
     return {
-        **_of_tokens(latest, first),
-        **_of_images(everything),
+        **(_of_tokens(latest, first) | _of_images(everything)),
         **_of_step(first),
         "ran": first.ran,
         "way": first.way,
