@@ -5,7 +5,7 @@ part that keeps its activations; a `Group` names another mode.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from treefx.planning.search.draft import Draft, held_bytes, part_seconds, peak_b
 from treefx.planning.search.layout import Layout, PartSizes, Play, measure_layout, play, to_schedule
 from treefx.planning.search.part import Keep
 from treefx.planning.search.plan import Plan
-from treefx.planning.search.simulate import to_moments, to_sizes
+from treefx.planning.search.simulate import measure_masks, simulate, to_moments, to_sizes
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -33,6 +33,7 @@ __all__ = [
     "peak_of",
     "read_partition",
     "tree_of_blocks",
+    "with_masks",
 ]
 
 
@@ -219,3 +220,11 @@ def _path(quotient: _Quotient, part: int, name: str) -> tuple[int, ...]:
             "parts must form a tree, so split it"
         )
     return longest
+
+
+def with_masks(plan: Plan) -> Plan:
+    """Add the masks of tiles to a plan's moments; they depend on the places of forks."""
+    if not plan.cost.mask_element_bytes:
+        return plan
+    sizes = measure_masks(plan.forest, plan.parts, plan.sizes)
+    return replace(plan, sizes=tuple(sizes), moments=tuple(simulate(plan.schedule, sizes, plan.cost)))

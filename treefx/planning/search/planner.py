@@ -41,7 +41,7 @@ block length from the longest run that fits uncut (`_candidates`), and takes the
 the full cost model (`simulate.simulate`). It never returns a plan whose peak is above the limit. If the forest has few
 blocks, the plans of the built-in strategies are candidates as well (`strategies`).
 
-Attention on the CPU needs masks for forks. The planner adds them to the chosen plan (`simulate.measure_masks`). If they
+Attention on the CPU needs masks for forks. The planner adds them to the chosen plan (`graph.with_masks`). If they
 break the limit, it searches again with that many bytes in reserve; if no plan fits then, no part gets a fork
 (`_without_forks`). With `sharing="auto"`, several parts may each compute a level that they read
 (`sharing.unshare_levels`).
@@ -62,7 +62,7 @@ from treefx.planning.cost.model import CostModel
 from treefx.planning.search.blocks import Blocks, Counts
 from treefx.planning.search.draft import Draft, total_seconds
 from treefx.planning.search.exact import MOST_BLOCKS, solve_exactly
-from treefx.planning.search.graph import Drafted, blocks_to_networkx, measure_drafts, read_partition
+from treefx.planning.search.graph import Drafted, blocks_to_networkx, measure_drafts, read_partition, with_masks
 from treefx.planning.search.infeasible import explain_breaking, explain_infeasible, smallest_requirement
 from treefx.planning.search.merge import merge_parts
 from treefx.planning.search.outlook import Outlook
@@ -70,7 +70,6 @@ from treefx.planning.search.plan import Plan
 from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
 from treefx.planning.search.sharing import unshare_levels
 from treefx.planning.search.siblings import batch_siblings
-from treefx.planning.search.simulate import measure_masks, simulate
 from treefx.planning.search.strategies import BUILT_IN, SEARCHED, Strategy, find_strategy
 
 __all__ = ["HasCost", "plan"]
@@ -148,7 +147,7 @@ def plan(
 def _plan(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
     if strategy != "auto":
         return _by_strategy(counts, cost, limit, strategy)
-    found = _with_masks(_fastest(counts, cost, limit))
+    found = with_masks(_fastest(counts, cost, limit))
     reserve = 0
     while found.peak_bytes > limit:
         reserve = max(found.peak_bytes - limit, 2 * reserve)
@@ -159,16 +158,8 @@ def _plan(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy
             if chains is None:
                 raise
             return chains
-        found = _with_masks(replace(found, cost=cost))
+        found = with_masks(replace(found, cost=cost))
     return found
-
-
-def _with_masks(found: Plan) -> Plan:
-    """Add the masks of tiles to the plan's moments; they depend on the places of forks."""
-    if not found.cost.mask_element_bytes:
-        return found
-    sizes = measure_masks(found.forest, found.parts, found.sizes)
-    return replace(found, sizes=tuple(sizes), moments=tuple(simulate(found.schedule, sizes, found.cost)))
 
 
 def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
@@ -238,7 +229,7 @@ def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | S
             if refusal is None:
                 raise
             break
-        found = _with_masks(measure_drafts(blocks, drafts, cost, limit, name))
+        found = with_masks(measure_drafts(blocks, drafts, cost, limit, name))
         if found.peak_bytes <= limit:
             return found
         refusal = refusal or MemoryLimitError(explain_breaking(found))

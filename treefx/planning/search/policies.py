@@ -21,10 +21,11 @@ import numpy as np
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.forests.subset import select_rows
-from treefx.planning.cost.model import Size
+from treefx.kernels.tiles.rectangles import mask_elements
+from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import Blocks, Counts
 from treefx.planning.search.draft import Draft
-from treefx.planning.search.graph import Drafted
+from treefx.planning.search.graph import Drafted, with_masks
 from treefx.planning.search.plan import Plan
 
 __all__ = ["Outcome", "compare_policies", "plan_policy"]
@@ -99,11 +100,39 @@ def plan_policy(plan: Plan, policy: str) -> list[Plan]:
 def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
     """Fill batches with rows in lexicographic order up to the limit, each a separate tree.
 
+    As in a plan, the bytes of masks are known once the batches are, and are then held in reserve.
+
     Returns:
         Rows and size of each batch; a row that does not fit alone is still a separate batch.
     """
-    forest, cost = counts.forest, plan.cost
+    cost, reserve = plan.cost, 0.0
     budget = plan.memory_limit_bytes - cost.resident_bytes
+    while True:
+        batches = _filled(counts, cost, budget - reserve)
+        if cost.mask_element_bytes:
+            batches = [(rows, size._replace(mask=_mask_of(counts.forest, rows))) for rows, size in batches]
+        above = max((_run_bytes(cost, size) - budget for rows, size in batches if len(rows) > 1), default=0.0)
+        if above <= 0:
+            return batches
+        reserve = max(above, 2 * reserve)
+
+
+def _run_bytes(cost: CostModel, size: Size) -> float:
+    return cost.run_bytes(size.tokens, 0, size.edges) + cost.mask_element_bytes * size.mask
+
+
+def _mask_of(forest: Forest, rows: Sequence[int]) -> int:
+    """Count the elements of the masks that the tree of some rows takes."""
+    if len(rows) == 1:
+        return 0
+    ends = forest.subtree_end.cpu().numpy()
+    tokens = np.unique(np.concatenate([forest.token_of[row].cpu().numpy() for row in rows]))
+    return mask_elements(np.searchsorted(tokens, ends[tokens]))
+
+
+def _filled(counts: Counts, cost: CostModel, budget: float) -> list[tuple[list[int], Size]]:
+    """Fill batches up to a number of bytes, without masks."""
+    forest = counts.forest
     batches: list[tuple[list[int], Size]] = []
     for row, common in zip(forest.row_order.tolist(), _shared_with_previous(forest), strict=True):
         whole = _path(counts, row)
@@ -170,13 +199,14 @@ def _scheduled(plan: Plan, counts: Counts, policy: str, drafts: list[Draft]) -> 
 
 def _played(plan: Plan, counts: Counts, drafts: list[Draft]) -> Plan:
     """Simulate a schedule of the plan's forest, without regard to the limit."""
-    return Drafted.of(counts, drafts, plan.cost).to_plan(plan.forest, plan.memory_limit_bytes, plan.strategy)
+    played = Drafted.of(counts, drafts, plan.cost).to_plan(plan.forest, plan.memory_limit_bytes, plan.strategy)
+    return with_masks(played)
 
 
 def _batched(plan: Plan, policy: str, batches: Sequence[Size]) -> Outcome:
     """Predict the cost of independent batches, one after the other."""
     cost = plan.cost
-    peak = cost.resident_bytes + max(cost.run_bytes(size.tokens, 0, size.edges) for size in batches)
+    peak = cost.resident_bytes + max(_run_bytes(cost, size) for size in batches)
     return Outcome(
         policy=policy,
         parts=len(batches),
