@@ -174,7 +174,7 @@ def reading(tensors: Sequence[Tensor]) -> Iterator[None]:
     Args:
         tensors: Inputs of the call; those that are large, or on the CPU, are left out.
     """
-    far = [x for x in tensors if x.device.type != "cpu"]
+    far = [x for x in tensors if is_on_device(x)]
     if _scope.copies is not None or not far:
         yield
         return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from treefx.kernels.tiles.hosted import is_small, on_host
+from treefx.kernels.tiles.hosted import is_on_device, is_small, on_host
 from treefx.passes.inputs.given_masks import GivenMask, parts_of_mask, prove_mask
 
 __all__ = ["InputValues", "input_values"]
@@ -59,7 +59,7 @@ class InputValues:
 def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
     """Read masks [.., T, T] of a call, and values that decide over ``flash`` attention."""
     readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
-    given = [(i, x if x.is_cpu else _at_hand(x)) for i, x in readable]
+    given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
     tables = [(i, x) for i, x in given if x.dim() == 2]
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]

@@ -82,7 +82,7 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
     rows, columns = ids.shape
     known = _known_inputs(gm)
     names: dict[Any, Any] = {}
-    numbers = _numbers_of_caller(known, args)
+    numbers = _numbers_of_caller(known, args) if known.sizes or known.numbers else {}
     inputs: list[Any] = [
         tuple(x.shape) if isinstance(x, Tensor) and i in known.tensors else x for i, x in enumerate(args)
     ]
@@ -121,8 +121,6 @@ def _has_symbols(inputs: Sequence[Any]) -> bool:
 
 def _numbers_of_caller(known: _Inputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
     """Return symbols of numbers the graph computes with, by value; other inputs share them."""
-    if not known.sizes and not known.numbers:
-        return {}
     read = [i for i, expr in known.sizes.items() if expr is not None]
     return {args[i]: _number(i) for i in read} | {args[i].shape[0]: _number(i) for i in known.numbers}
 

@@ -120,7 +120,8 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
         prefixes = find_unshared(keys, keep, places)
         if prefixes is not None:
             return Unshared(raw, prefixes)
-    batch = pad_batch(build_batch(keys, keep, places, starts, policy.size, grid.placed_on), policy.ranks)
+    batch = build_batch(keys, keep, places, starts, policy.size, grid.placed_on)
+    batch = batch if policy.ranks == 1 else pad_batch(batch, policy.ranks)
     compared = raw if policy.counted == "tokens" else grid.rows * grid.columns
     shares = shares_enough(compared, batch.tokens, policy.min_sharing)
     if shares and keep is not None:

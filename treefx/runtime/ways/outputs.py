@@ -14,6 +14,7 @@ from treefx.passes.packing.layout import expand_rows
 from treefx.passes.trace.batch_sizes import concrete
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
+from treefx.runtime.call_plan import CallPlan
 from treefx.runtime.kept.given import Given, name_of_input
 from treefx.runtime.kept.marks import watched
 from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
@@ -65,18 +66,18 @@ class Outputs:
         shape: Shape,
         args: Sequence[Any],
         results: Sequence[Any],
-        batch: Batch,
+        found: CallPlan,
         variant: Variant,
     ) -> tuple[Any, ...]:
         """The outputs as the caller expects them."""
         given = self._given(args) if variant.detached else None
-        found = [
-            self._lazily(shape, given, i, value, batch, absent=i in variant.absent)
+        handed = [
+            self._lazily(shape, given, i, value, found, absent=i in variant.absent)
             if given is not None and i in variant.detached
-            else self._on_rows(shape, i, value, batch)
+            else self._on_rows(shape, i, value, found.batch)
             for i, value in enumerate(results)
         ]
-        return tuple(found)
+        return tuple(handed)
 
     def _given(self, args: Sequence[Any]) -> Given:
         if self._watched is None:
@@ -84,11 +85,11 @@ class Outputs:
         return Given(args, self._roles, self._names, self._watched)
 
     def _lazily(
-        self, shape: Shape, given: Given, position: int, value: Tensor, batch: Batch, *, absent: bool
+        self, shape: Shape, given: Given, position: int, value: Tensor, found: CallPlan, *, absent: bool
     ) -> Tensor:
         """Return a lazy output: expanded, or recomputed, when the caller reads it."""
         report = self._records.report  # the reader may be another thread, or another model may have run in between
-        args = given.args
+        args, batch = given.args, found.batch
 
         def compute() -> Tensor:
             self._analyses.use.read.add(position)
@@ -111,6 +112,6 @@ class Outputs:
             inputs = [x for x, is_in in zip(leaves, needed, strict=True) if is_in]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
 
-        rows = concrete(shape.analysis.output_sizes[position], shape.analysis.values(self._analyses.tensors(args)))
+        rows = concrete(shape.analysis.output_sizes[position], found.grid.sizes)
         learned = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
         return lazy_rows(Deferred(rows, value, compute, differentiate, learned))

@@ -89,7 +89,7 @@ class RowsRun:
         results = self._packed.run(shape, variant, found.tensors, found.batch)
         if results is None:
             return self._run_unhidden(shape, args)
-        return self._outputs.hand_back(shape, args, results, found.batch, variant)
+        return self._outputs.hand_back(shape, args, results, found, variant)
 
     def _count(self, found: CallPlan | Unshared, ids: Tensor) -> None:
         raw = found.raw_tokens
