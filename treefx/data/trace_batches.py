@@ -47,9 +47,9 @@ class TraceNodes:
     """Hold the nodes of traces as `Forest.from_nodes` takes them.
 
     Attributes:
-        nodes: per node its token ids.
+        nodes: per node its token ids, int64 ``[tokens]``.
         parents: per node the number of the node above; -1 at roots.
-        weights: per node a vector, 1 where a token is trained, else 0.
+        weights: per node float64 ``[tokens]``, 1 where a token is trained, else 0.
         ends: the last node of each row, rows in the order of `trace_samples`.
     """
 
