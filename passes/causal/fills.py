@@ -8,6 +8,7 @@ as padding, count as neither.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ aten = torch.ops.aten
 _COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy, aten.contiguous}
 _SUMS = {aten.add, aten.sub}
 _SCALES = {aten.mul, aten.div}
+_LARGEST_SCALE = 2.0**59
+"""A number of a model, smaller than 2**60, stays above the fills under a smaller one."""
 
 
 def find_floored(step: Step, states: Mapping[fx.Node, State]) -> Tensor | None:
@@ -33,7 +36,10 @@ def find_floored(step: Step, states: Mapping[fx.Node, State]) -> Tensor | None:
         numbers = [item for item in step.node.args if isinstance(item, int | float)]
         return _all_floored(operands) if all(abs(number) < -FILL for number in numbers) else None
     if packet in _SCALES and len(states) == 1 and isinstance(step.node.args[1], int | float):
-        return _all_floored(list(states.values()))
+        scale = abs(step.node.args[1])
+        if packet is aten.div:
+            scale = 1.0 / scale if scale else math.inf
+        return _all_floored(list(states.values())) if scale < _LARGEST_SCALE else None
     return None
 
 

@@ -1,0 +1,1 @@
+"""Proofs that values stay causal: fills, choices, mixers."""
