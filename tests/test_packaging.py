@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"treefx": "treefx", "passes": "treefx.passes", "kernels": "treefx.kernels"}
+TEXTS = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"}
+TOP_LEVEL = {*FOLDERS, "tests", "examples", "docs", "pyproject.toml", "Makefile", *TEXTS}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,14 @@ def test_every_package_is_listed_and_every_listed_package_exists(setuptools_tabl
 
 def test_package_dir_maps_the_folders(setuptools_table: Any) -> None:
     assert setuptools_table["package-dir"] == {package: folder for folder, package in FOLDERS.items()}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="git says which files belong to it")
+def test_nothing_else_lies_at_the_top() -> None:
+    command = ["git", "-c", "safe.directory=*", "ls-files"]  # the checkout may belong to another user
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {path.split("/")[0] for path in tracked.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == TOP_LEVEL
 
 
 @pytest.mark.parametrize("folder", ["passes", "kernels"])
