@@ -1,6 +1,7 @@
 """Fixtures of every test: fixed seeds, one thread, a fresh Dynamo, and NaN in uninitialised memory."""
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import hypothesis
@@ -16,7 +17,12 @@ hypothesis.settings.load_profile("treefx")
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made lives until the end: Python need not walk it again and again (a fifth of all seconds)."""
+    """What the imports made lives until the end: Python need not walk it again and again (a fifth of all seconds).
+
+    pytest also listens to loggers that do not propagate; PyTorch's structured log, which writes nothing without a
+    listener, would print every graph for it (a twentieth of all seconds).
+    """
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
