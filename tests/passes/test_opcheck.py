@@ -264,6 +264,6 @@ def test_every_operator_has_its_check() -> None:
         "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "library",
         "library_backward", "library_tree", "library_tree_backward", "own_piece", "own_products",
         "own_products_backward", "pick", "restore", "restore_pick", "restore_surprise", "row_scan", "row_scan_backward",
-        "same_on_ranks", "segments", "sum_over_ranks", "surprise", "tree_attention", "tree_attention_backward",
+        "same_on_ranks", "segments", "sum_over_ranks", "surprise", "tower", "tree_attention", "tree_attention_backward",
         "tree_scan", "tree_scan_backward",
     }  # fmt: skip

@@ -32,6 +32,7 @@ from treefx.runtime.ways.rows import RowsRun
 from treefx.runtime.ways.watch import SharingWatch
 from treefx.runtime.whole.numbers import as_tensors, numbers_as_tensors
 from treefx.runtime.whole.parameter_changes import changes_first
+from treefx.runtime.whole.tower_first import towers_first
 
 __all__ = ["CompiledGraph"]
 
@@ -52,6 +53,7 @@ class CompiledGraph:
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         cached = reads_cache(gm, roles)
+        gm, roles, self._towers = towers_first(gm, roles)
         gm, self._changes = changes_first(gm, roles)
         gm, self._numbers = numbers_as_tensors(gm, roles)
         self._records, self._given_roles = Records(gm), roles
@@ -104,6 +106,7 @@ class CompiledGraph:
     def _run(self, given: Sequence[Any]) -> Any:
         if self._changes is not None:
             self._changes(given)
+        given = given if self._towers is None else [*given, *self._towers(given)]
         args = as_tensors(given, self._numbers)
         self._records.begin([x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter"])
         args = args if self._own is None else self._own.inputs(args)

@@ -20,7 +20,7 @@ from treefx.runtime.whole.flash import flash_instead, trace_instead
 from treefx.runtime.whole.heads import LEAVES_OUT, head_instead, scores_all
 from treefx.runtime.whole.liger import liger_instead
 from treefx.runtime.whole.recurrences import recurrence_instead
-from treefx.runtime.whole.towers import note_towers
+from treefx.runtime.whole.towers import tower_instead
 from treefx.torch_patches.dynamo import is_of_module
 from treefx.torch_patches.substitution import substitute_applied, substitute_called
 from treefx.torch_patches.table import apply_patches
@@ -34,8 +34,9 @@ _CACHES = re.compile(r"\b(past_key_values?|cache_params)\b")
 def keep_graphs_whole() -> None:
     """Apply all patches, once per process, and substitute functions that break graphs."""
     trace_instead(LEAVES_OUT, scores_all)
-    substitute_called(note_towers)
-    for called in (check_instead, deepstack_instead, direct_call_instead, flash_instead, recurrence_instead):
+    for called in (
+        tower_instead, check_instead, deepstack_instead, direct_call_instead, flash_instead, recurrence_instead,
+    ):  # fmt: skip
         substitute_called(called)
     for applied in (liger_instead, head_instead):
         substitute_applied(applied)

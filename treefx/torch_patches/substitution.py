@@ -18,7 +18,9 @@ from treefx.torch_patches.patch import is_ours
 __all__ = ["Substitute", "substitute_applied", "substitute_called", "wrap_applied", "wrap_called"]
 
 Substitute = Callable[[Any, Any, Any, Any], tuple[Any, list[Any], dict[str, Any]] | None]
-"""Function, translator, arguments, keyword arguments -> the call in its place, or None."""
+"""Function, translator, arguments, keyword arguments -> the call in its place, or None.
+
+The object of a bound method is its first argument."""
 
 _called: list[Substitute] = []
 _applied: list[Substitute] = []
@@ -42,7 +44,7 @@ def wrap_called() -> None:
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = _instead(_called, self.fn, tx, args, kwargs)
+        found = _instead(_called, self.fn, tx, [*self.self_args(), *args], kwargs)
         return original(self, tx, args, kwargs) if found is None else found
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]

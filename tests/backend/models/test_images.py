@@ -71,6 +71,7 @@ def test_llava() -> None:
             checked = pair.check(lambda model: model(**inputs, use_cache=False).loss)
             assert_packed(checked, distinct(batch, names), layers=1)
             assert len(treefx.inspect(pair.compiled).graphs) and not checked.stats["expansions"]
+            assert not names or (checked.stats["images"], checked.stats["images_run"]) == (len(names), len({*names}))
 
 
 def test_llava_with_too_few_images() -> None:
@@ -104,7 +105,9 @@ def test_gemma3() -> None:
     for case in CASES:
         batch, names = batch_of(case)
         with in_case(case):
-            assert_packed(pair.check(gemma3_step(batch, names)), distinct(batch, names), layers=2)
+            checked = pair.check(gemma3_step(batch, names))
+            assert_packed(checked, distinct(batch, names), layers=2)
+            assert not names or checked.stats["images_run"] == len({*names})
 
 
 def test_images_side_by_side() -> None:

@@ -118,5 +118,5 @@ VLMS = {
     "gemma4": VLM(gemma4, of_gemma4),
     "kimi_k25": VLM(kimi_k25, of_kimi_k25),
     "llava_onevision": VLM(llava_onevision, of_llava_onevision, patches=10, traced=True),
-    "paligemma": VLM(paligemma, of_paligemma, predicted=2, traced=True),
+    "paligemma": VLM(paligemma, of_paligemma, predicted=2),
 }

@@ -29,7 +29,7 @@ from treefx.passes.trace import library_tree as _library_tree  # noqa: F401
 TAGGED = {
     "custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",
     "gather_pieces", "head", "head_backward", "library", "library_backward", "library_tree",
-    "library_tree_backward", "row_scan", "row_scan_backward", "sum_over_ranks", "tree_attention",
+    "library_tree_backward", "row_scan", "row_scan_backward", "sum_over_ranks", "tower", "tree_attention",
     "tree_attention_backward", "tree_scan", "tree_scan_backward",
 }  # fmt: skip
 OF_A_GROUP = {"own_piece"}

@@ -21,7 +21,7 @@ def deepstack_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[A
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", None)
     if name != _NAME or not str(module).startswith(_LIBRARY) or len(args) < _PARAMETERS or kwargs:
         return None
-    return _add_at_places, list(args[-_PARAMETERS:]), {}  # the model itself may stand in front
+    return _add_at_places, list(args[-_PARAMETERS:]), {}  # the model itself stands in front
 
 
 def _add_at_places(hidden: Tensor, mask: Tensor, vectors: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Most towers read the sizes of images on the host, which cuts the model in two. All return their features from
 ``get_image_features`` or ``get_video_features`` of a model, one entry per image. Equal pixels give features that are
 one function of the parameters, if the order of the images does not matter and no random numbers are drawn. A tower in
-front of the cut runs once per distinct image (``distinct_images``).
+front of the cut runs once per distinct image (``distinct_images``); one that cuts nothing is taken out of the graph
+(``tower_first``).
 """
 
 from __future__ import annotations
@@ -19,28 +20,46 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.convert_frame import skip_code  # type: ignore[attr-defined]
+from torch._dynamo.exc import RestartAnalysis
 
 from treefx.passes.labels.facts import Axis, Dims, Factor
 from treefx.runtime.origins import note_vectors
 from treefx.runtime.token_bits import OF_TOKENS, number_tokens
 from treefx.runtime.whole.distinct_images import Distinct, find_distinct, is_separate, note_run, patches_of
+from treefx.runtime.whole.tower_first import stand_in
 from treefx.torch_patches.patch import is_treefx
 
-__all__ = ["note_towers"]
+__all__ = ["tower_instead"]
 
 _NAMES = ("get_image_features", "get_video_features")
 _LIBRARY = "transformers.models."
 _OF_IMAGES: Dims = (*OF_TOKENS, (Factor(Axis.PLAIN, -1),))
 
 
-def note_towers(function: Any, tx: Any, args: Any, kwargs: Any) -> None:
-    """Wrap a model's function to note its results, from Dynamo's first call of it on."""
+def tower_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]] | None:
+    """Return a call in place of a model's function that runs its tower in front of the graph; None for other calls.
+
+    From Dynamo's first call of the function on, its results are noted where it cuts the graph.
+    """
     name, module = getattr(function, "__name__", None), str(getattr(function, "__module__", ""))
     if name not in _NAMES or not module.startswith(_LIBRARY):
-        return
+        return None
     owner = getattr(sys.modules[module], function.__qualname__.rpartition(".")[0], None)
-    if isinstance(owner, type) and not hasattr(vars(owner)[name], "__treefx_notes__"):
+    if not isinstance(owner, type):
+        return None
+    if not hasattr(vars(owner)[name], "__treefx_notes__"):
         setattr(owner, name, _noting(vars(owner)[name]))
+        raise RestartAnalysis(restart_reason="the tower's function was replaced")  # guards name the function's parts
+    original = vars(owner)[name].__wrapped__
+    if function not in (original, vars(owner)[name]):  # one that a decorator calls
+        return None
+    compiler = tx.output.compiler_fn
+    compiled = torch._dynamo.optimize(compiler, dynamic=getattr(compiler, "dynamic", None))(original)
+
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run_distinct(model, original, compiled, args, kwargs, is_compiled=True)
+
+    return stand_in(original, run, tx, args, kwargs)
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,16 +67,33 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # within a graph, where the analysis sees the tower
             return original(self, *args, **kwargs)
-        call = _begin(self, original, args, kwargs, _is_compiled(get_eval_frame_callback()))
-        result = original(self, *call.args, **call.kwargs)
-        if not _end(call, result):
-            result = original(self, *args, **kwargs)
-            _end(_with_all(call), result)
-        return result
+        is_compiled = _is_compiled(get_eval_frame_callback())
+        return _run_distinct(self, original, original, args, kwargs, is_compiled=is_compiled)
 
     features.__treefx_notes__ = True  # type: ignore[attr-defined]
     skip_code(features.__code__)  # type: ignore[attr-defined]  # run as it stands, the original is compiled by itself
     return features
+
+
+def _run_distinct(
+    model: nn.Module,
+    original: Callable[..., Any],
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_compiled: bool,
+) -> Any:
+    """Run a tower on the distinct images; ``run`` is the original function, or its compiled form."""
+    call = _begin(model, original, args, kwargs, is_compiled)
+    result = run(model, *call.args, **call.kwargs)
+    if not _end(call, result):
+        result = run(model, *args, **kwargs)
+        _end(_with_all(call), result)
+    return result
+
+
+skip_code(_run_distinct.__code__)
 
 
 def _is_compiled(callback: Any) -> bool:
