@@ -1,5 +1,6 @@
 """What the kernel tests share: forests from parent arrays, poisoned memory, and caches of their own."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,15 @@ def ends_of() -> Callable[[list[int]], Tensor]:
         return torch.tensor(ends, dtype=torch.int32)
 
     return convert
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter() -> None:
+    """Only in the processes that test_triton_interpreter.py starts."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.kernels.gpu.fast_interpreter import install
+
+        install()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ _SLOPES = (0.5, 0.25)
 FORESTS = {
     "small": chain_forest((-1, 4), (0, 3), (1, 2), (1, 3), (0, 2), (-1, 3), (5, 2), (5, 1)),
     "tiled": chain_forest((-1, 70), (0, 60), (1, 30), (1, 33), (0, 40), (-1, 40), (5, 20), (5, 31)),
+    "two tiles": chain_forest((-1, 70), (0, 20), (1, 9), (0, 14)),
 }
 PLACES = {"a leaf": (-1,), "two leaves": (-1, 5), "a shared prefix": (1,), "inside a tile": (60,)}
 
@@ -52,14 +53,15 @@ class NotFinite:
 
 
 EVERYTHING = ("window", "softcap", "alibi_slopes", "sinks")
+_FORESTS = ("small", "tiled")
 CASES = [
-    *(NotFinite(where, math.nan, "a leaf", forest) for where in ("q", "k", "v", "grad") for forest in FORESTS),
-    *(NotFinite(where, math.inf, "a shared prefix", forest) for where in ("k", "v", "grad") for forest in FORESTS),
+    *(NotFinite(where, math.nan, "a leaf", forest) for where in ("q", "k", "v", "grad") for forest in _FORESTS),
+    *(NotFinite(where, math.inf, "a shared prefix", forest) for where in ("k", "v", "grad") for forest in _FORESTS),
     *(NotFinite(where, place="two leaves", forest="small", options=(name,))
       for where in ("k", "v", "grad") for name in EVERYTHING),
     *(NotFinite(where, place="inside a tile", options=EVERYTHING) for where in ("q", "k", "v", "grad")),
     *(NotFinite(where, -math.inf, dtype=dtype, heads=(4, 2), forest=forest)
-      for where in ("v", "grad") for dtype in (torch.float16, torch.float64) for forest in FORESTS),
+      for where in ("v", "grad") for dtype in (torch.float16, torch.float64) for forest in _FORESTS),
 ]  # fmt: skip
 
 

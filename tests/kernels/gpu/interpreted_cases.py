@@ -158,4 +158,6 @@ def check(case: Case, score: Score, tolerance: float = 1e-5) -> None:
 
 
 BRANCH_AT_57 = forest([[*range(57), *range(100, 150)], [*range(57), *range(200, 215)], [*range(3), *range(300, 330)]])
+BRANCH_AT_27 = forest([[*range(27), *range(100, 122)], [*range(27), *range(200, 208)], [*range(3), *range(300, 314)]])
+"""The same shape for tiles of 16, where the other one takes hundreds of them."""
 SMALL = forest([[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 7], [1, 7, 8, 8, 8], [5, 5], [5, 6, 1, 1, 1, 1, 1]])

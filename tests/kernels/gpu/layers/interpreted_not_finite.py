@@ -30,7 +30,10 @@ _SMALL = [
 """All tensors, values, places and options, and pairs of these; test_not_finite.py runs the whole table elsewhere."""
 
 
-@pytest.mark.parametrize("case", [*_SMALL, NotFinite("v", place="inside a tile", options=EVERYTHING)], ids=str)
+_TILED = NotFinite("v", place="inside a tile", forest="two tiles", options=EVERYTHING)
+
+
+@pytest.mark.parametrize("case", [*_SMALL, _TILED], ids=str)
 def test_two_passes(case: NotFinite) -> None:
     found = differs_from_paths(case, "triton")
     assert found is None, found
