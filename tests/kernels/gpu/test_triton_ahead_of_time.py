@@ -24,6 +24,7 @@ from treefx.tools.bench.attention import kernel as bench_kernel
 from treefx.tools.bench.attention.kernel import Case, problems, run
 from treefx.tools.kernels.ahead_of_time import CompileReport, _specialised, compile_kernel, compile_launch
 from treefx.tools.kernels.instructions import instructions_of_loops
+from treefx.tools.kernels.pipeline import copies_ahead
 
 triton = pytest.importorskip("triton")
 
@@ -64,7 +65,8 @@ def test_plain_loops_load_ahead() -> None:
     def ahead(*kernels: str) -> dict[str, tuple[int, ...] | None]:
         launches = bench_kernel._launches(Case(BF16, 64, 64, 4), "plain", 90)
         chosen = [launch for launch in launches if launch.kernel.__name__ in kernels]
-        return {launch.kernel.__name__: compile_launch(launch, 90).prefetch for launch in chosen}
+        compiled = {launch.kernel.__name__: compile_kernel(launch, 90)[1] for launch in chosen}
+        return {name: copies_ahead(kernel.asm["ttgir"]) for name, kernel in compiled.items()}
 
     found = ahead("forward", *BACKWARD)
     assert found.keys() == {"forward", *BACKWARD} and found["backward_keys"] == (3, 3)

@@ -132,7 +132,8 @@ def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
 
 def _report(log: str, compiled: Any) -> CompileReport:
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
-    sass = disassembled(compiled.asm["cubin"])
+    products = [len(re.findall(name, ptx)) for name in (r"wgmma\.mma_async", r"tcgen05\.mma", r"\bmma\.sync")]
+    sass = disassembled(compiled.asm["cubin"]) if any(products) else ""  # it is read for loops with products only
     specialised = "ttg.warp_specialize(" in ttgir
     unmet = (*unmet_releases(ptx), *unmet_stores(ptx))
     registers = re.findall(r"Used (\d+) registers", log)
@@ -141,9 +142,9 @@ def _report(log: str, compiled: Any) -> CompileReport:
         registers=max(int(number) for number in registers),
         spill_bytes=max(int(number) for number in spills),
         shared_bytes=compiled.metadata.shared,
-        wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
-        tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
-        mma=len(re.findall(r"\bmma\.sync", ptx)),
+        wgmma=products[0],
+        tcgen05=products[1],
+        mma=products[2],
         setmaxnreg="setmaxnreg" in ptx,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
         races=(*races(ttgir), *unmet, *overwritten_operands(sass)) if specialised else None,
