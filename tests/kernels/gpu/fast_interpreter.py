@@ -43,7 +43,8 @@ def _patch_once_a_launch() -> None:
 
 
 def _cache_numpy_types() -> None:
-    find, known = interpreter._get_np_dtype, {}
+    find = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
 
     def numpy_type(dtype: Any) -> Any:
         element = dtype.scalar
@@ -55,7 +56,8 @@ def _cache_numpy_types() -> None:
 
 
 def _cache_block_types() -> None:
-    make, known = tl.block_type.__init__, {}
+    make = tl.block_type.__init__
+    known: dict[tuple[Any, ...], Any] = {}
 
     def init(block: Any, element: Any, shape: Any) -> None:
         key = element.name, tuple([core._unwrap_if_constexpr(size) for size in shape])
@@ -68,7 +70,8 @@ def _cache_block_types() -> None:
 
 
 def _cache_shapes() -> None:
-    make, known = tl.tensor.__init__, {}
+    make = tl.tensor.__init__
+    known: dict[tuple[Any, ...], Any] = {}
 
     def init(tensor: Any, handle: Any, dtype: Any) -> None:
         key = tuple(dtype.shape) if dtype.is_block() else ()
