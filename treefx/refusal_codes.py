@@ -35,7 +35,8 @@ REFUSALS: tuple[ReasonCode, ...] = (
     ),
     ReasonCode(
         "TFX203", "forest that cannot be cut",
-        "keys and values cross the cuts between parts; a state of another kind does not",
+        "keys, values and states of recurrences along the tree cross the cuts between parts; a state of another kind "
+        "does not, and no state of a recurrence crosses between ranks",
         "run the uncut forest (treefx.use), or change what the message names",
     ),
     ReasonCode(

@@ -4,6 +4,8 @@ A chunk is a run of at most L tokens of one unary chain: it never crosses a fork
 chunk, its parent. Chunks are padded to one of a few lengths (halves of L), so that a short one at a fork costs little;
 all chunks of a length run as one batch. Only states that some chunk reads are computed, level by level, a level being
 the number of chunks above: as many steps as the longest row has chunks, for any number of rows.
+
+In a part of a cut forest (``Doors``) chunks also end at exits, and the states of exits are computed.
 """
 
 from dataclasses import dataclass
@@ -15,12 +17,35 @@ from torch import Tensor
 
 from treefx.kernels.tiles.tree_blocks import remembered
 
-__all__ = ["ChunkPlan", "Chunks", "Segment", "find_chunk_plan", "nodes_above", "plan_chunks"]
+__all__ = [
+    "ChunkPlan", "Chunks", "Doors", "Segment", "find_chunk_plan", "find_part_plan", "node_begins",
+    "nodes_above", "plan_chunks",
+]  # fmt: skip
 
 IntArray = npt.NDArray[np.int64]
 
 _SHORTEST = 8
 """Chunks are not padded to less."""
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Name the tokens of a part at which states enter from parts above and leave to parts below.
+
+    Attributes:
+        given: number S of states that enter.
+        entry: number of the state that a root starts from, S for zero, int64 ``[N]``; unused at other tokens.
+        exits: tokens with leaving states, -1 for a state of zero, int64 ``[X]``.
+    """
+
+    given: int
+    entry: Tensor
+    exits: Tensor
+
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Return both tensors."""
+        return self.entry, self.exits
 
 
 @dataclass(frozen=True)
@@ -30,7 +55,7 @@ class Chunks:
     Attributes:
         tokens: packed tokens, int64 ``[C, L]``; where a chunk is shorter, any token.
         padding: bool ``[C, L]``, true where a chunk is shorter; None where none is.
-        incoming: slot of the state that comes in, int64 ``[C]``; the number of slots at roots.
+        incoming: slot of the state that comes in, int64 ``[C]``; at roots that of a given state, or the last, of zero.
         slots: slots of the states that go out, int64 ``[I]``, of the first I chunks.
     """
 
@@ -52,11 +77,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The chunks of a forest by length, and the order in which their states are computed."""
+    """The chunks of a forest by length, and the order in which their states are computed.
+
+    Slots of states: ``states`` computed ones, ``given`` ones that enter a part, and one of zero.
+    """
 
     chunks: tuple[Chunks, ...]
     segments: tuple[Segment, ...]
     states: int
+    given: int = 0
+    exits: Tensor | None = None
+    """Slots of the states that leave a part, int64 ``[X]``."""
 
 
 def find_chunk_plan(subtree_end: Tensor, length: int) -> ChunkPlan:
@@ -65,32 +96,49 @@ def find_chunk_plan(subtree_end: Tensor, length: int) -> ChunkPlan:
     return plan
 
 
-def plan_chunks(subtree_end: Tensor, length: int, alone: Tensor | None = None) -> ChunkPlan:
+def find_part_plan(subtree_end: Tensor, length: int, doors: Doors) -> ChunkPlan:
+    """Return :func:`plan_chunks` of a part, shared likewise."""
+    given = (subtree_end, *doors.vectors)
+    settings = ("chunks", length, doors.given)
+    plan: ChunkPlan = remembered(settings, given, lambda: plan_chunks(subtree_end, length, doors=doors))
+    return plan
+
+
+def plan_chunks(subtree_end: Tensor, length: int, alone: Tensor | None = None, doors: Doors | None = None) -> ChunkPlan:
     """Cut a forest into chunks.
 
     Args:
         subtree_end: exclusive end of each token's subtree in packed order, int ``[N]``.
         length: L, the longest chunk.
         alone: bool ``[N]``, tokens that are chunks by themselves; then chunks of one token are not padded.
+        doors: of a part of a forest.
     """
     ends = subtree_end.cpu().numpy().astype(np.int64)
-    head, size, above, level = _cut(ends, length, None if alone is None else alone.cpu().numpy())
+    exits = np.zeros(0, dtype=np.int64) if doors is None else doors.exits.cpu().numpy()
+    begins = _begins(ends, exits, None if alone is None else alone.cpu().numpy())
+    head, size, above, level = _cut(ends, length, begins)
+    last = np.searchsorted(head, exits, side="right") - 1  # the chunk of each exit, which ends there; -1 for none
     lengths = np.array([*([] if alone is None else [1]), *_padded_lengths(length)])
     kind = np.searchsorted(lengths, size)
     inner = np.zeros(len(head), dtype=bool)
-    inner[above[above >= 0]] = True
+    inner[above[above >= 0]] = inner[last[last >= 0]] = True
     order = np.flatnonzero(inner)
     order = order[np.lexsort((kind[order], level[order]))]
     states = len(order)
-    slot = np.full(len(head) + 1, states)  # the last entry is the state of roots
+    given = 0 if doors is None else doors.given
+    slot = np.full(len(head) + 1, states + given)  # the last entry is the state of zero
     slot[order] = np.arange(states)
+    incoming = slot[above]
+    if doors is not None:
+        incoming = np.where(above < 0, states + doors.entry.cpu().numpy()[head], incoming)
     used = [k for k in range(len(lengths)) if (kind == k).any()]
     members = [np.concatenate([order[kind[order] == k], np.flatnonzero((kind == k) & ~inner)]) for k in used]
     chunks = tuple(
-        _chunks(head[own], size[own], int(lengths[k]), slot[above[own]], slot[own[inner[own]]], subtree_end.device)
+        _chunks(head[own], size[own], int(lengths[k]), incoming[own], slot[own[inner[own]]], subtree_end.device)
         for k, own in zip(used, members, strict=True)
     )
-    return ChunkPlan(chunks, _segments(level[order], np.searchsorted(used, kind[order])), states)
+    leaving = None if doors is None else torch.from_numpy(slot[last]).to(subtree_end.device)
+    return ChunkPlan(chunks, _segments(level[order], np.searchsorted(used, kind[order])), states, given, leaving)
 
 
 def _padded_lengths(length: int) -> list[int]:
@@ -101,14 +149,24 @@ def _padded_lengths(length: int) -> list[int]:
     return found
 
 
-def _cut(
-    ends: IntArray, length: int, alone: npt.NDArray[np.bool_] | None
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return first token, length, parent (-1 at roots) and level of each chunk, in order."""
-    begins = np.diff(ends, prepend=-1) != 0  # a token goes on a chain iff its subtree ends as the one before
+def node_begins(ends: IntArray, exits: IntArray) -> npt.NDArray[np.bool_]:
+    """Return whether each token begins a chain that ends at forks and exits, bool ``[N]``."""
+    begins: npt.NDArray[np.bool_] = np.diff(ends, prepend=-1) != 0  # a token goes on iff its subtree ends alike
+    behind = exits[exits >= 0] + 1
+    begins[behind[behind < len(ends)]] = True
+    return begins
+
+
+def _begins(ends: IntArray, exits: IntArray, alone: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
+    begins = node_begins(ends, exits)
     if alone is not None:
         begins |= alone
         begins[1:] |= alone[:-1]
+    return begins
+
+
+def _cut(ends: IntArray, length: int, begins: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return first token, length, parent (-1 at roots) and level of each chunk, in order."""
     start = np.flatnonzero(begins)
     count = np.diff(start, append=len(ends))
     pieces = -(-count // length)

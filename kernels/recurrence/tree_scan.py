@@ -35,9 +35,9 @@ from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.masked_products import are_finite
 from treefx.kernels.recurrence.feature_chunk import FeatureChunk
 from treefx.kernels.recurrence.scan_chunk import Chunk, Gradients, split
-from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, find_chunk_plan, plan_chunks
+from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, Doors, find_chunk_plan, find_part_plan, plan_chunks
 
-__all__ = ["CHUNK", "tree_delta_rule", "tree_scan", "tree_ssd"]
+__all__ = ["CHUNK", "Inputs", "Scan", "contained", "per_head", "tree_delta_rule", "tree_scan", "tree_ssd"]
 
 CHUNK = 64
 """Tokens per chunk: products within chunks cost L per token, states between them D * E / L."""
@@ -80,7 +80,7 @@ def tree_delta_rule(
         raise InputError(f"tree_delta_rule expected beta of shape {list(g.shape[:2])} as g, got {list(beta.shape)}")
     _check(q, k, v, g, None, subtree_end)
     step = beta[..., None]
-    return tree_scan(q, k, step * v, g, step * _per_head(k, v.shape[1]), subtree_end, chunk)
+    return tree_scan(q, k, step * v, g, step * per_head(k, v.shape[1]), subtree_end, chunk)
 
 
 def tree_scan(
@@ -101,14 +101,15 @@ def tree_scan(
     groups = {x.shape[1] for x in (q, k, w) if x is not None}
     by_feature = g is not None and g.dim() == 3
     if w is not None or by_feature or len(groups) > 1:
-        q, k = _per_head(q, v.shape[1]), _per_head(k, v.shape[1])
-        w = None if w is None else _per_head(w, v.shape[1])
+        q, k = per_head(q, v.shape[1]), per_head(k, v.shape[1])
+        w = None if w is None else per_head(w, v.shape[1])
     chunk = min(chunk, _FEATURE_CHUNK) if by_feature else chunk
     result: Tensor = torch.ops.treefx.tree_scan(q, k, v, g, w, subtree_end, chunk)
     return result
 
 
-def _per_head(x: Tensor, heads: int) -> Tensor:
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat ``[N, G, D]`` for the heads of each group: ``[N, H, D]``."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -127,7 +128,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, 
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
     """Hold the operator's inputs; G = H where w is given, and where g has three dimensions."""
 
     q: Tensor
@@ -175,14 +176,22 @@ def _put(target: Tensor, chunks: Chunks, part: slice, values: Tensor) -> None:
     target.index_copy_(0, tokens, found)
 
 
-class _Scan:
-    """Run over a forest once: states between chunks, and their gradients."""
+class Scan:
+    """Run over a forest, or a part of one, once: states between chunks, and their gradients.
 
-    def __init__(self, inputs: _Inputs, plan: ChunkPlan) -> None:
+    Args:
+        inputs: of the recurrence.
+        plan: the chunks.
+        given: states that enter a part, ``[S, G, D, R * E]``.
+    """
+
+    def __init__(self, inputs: Inputs, plan: ChunkPlan, given: Tensor | None = None) -> None:
         self.inputs, self.plan = inputs, plan
-        shape = inputs.state_shape(plan.states + 1)
+        shape = inputs.state_shape(plan.states + plan.given + 1)
         self.states = inputs.v.new_zeros(shape)
         """By slot; the last one is zero, the state of roots."""
+        if given is not None:
+            self.states[plan.states : -1] = given
         self._gates: list[Tensor] = []
         self._transfers: list[tuple[Tensor, Tensor] | None] = []
         for chunks in plan.chunks:
@@ -230,9 +239,19 @@ class _Scan:
                 _put(out, chunks, part, self.inputs.of(chunks, part).output(self.states[chunks.incoming[part]]))
         return out
 
-    def backward(self, grad: Tensor) -> list[Tensor]:
-        """Gradients of the inputs that there are."""
-        of_states = self._state_gradients(grad)
+    def leaving(self) -> Tensor:
+        """Return the states that leave a part, ``[X, G, D, R * E]``."""
+        assert self.plan.exits is not None
+        return self.states[self.plan.exits]
+
+    def backward(self, grad: Tensor, of_leaving: Tensor | None = None) -> list[Tensor]:
+        """Return gradients of the inputs that there are; in a part, of the states that enter as well.
+
+        Args:
+            grad: of the outputs ``[N, H, E]``.
+            of_leaving: of the states that leave a part.
+        """
+        of_states = self._state_gradients(grad, of_leaving)
         given = {item.name: getattr(self.inputs, item.name) for item in fields(self.inputs)}
         results = {name: torch.empty_like(x, memory_format=torch.contiguous_format)
                    for name, x in given.items() if x is not None}  # fmt: skip
@@ -242,15 +261,19 @@ class _Scan:
                 for part in self.parts(chunks, first, last):
                     outgoing = of_states[chunks.slots[part]] if first < inner else None
                     _put_all(results, chunks, part, self._gradients(grad, chunks, part, outgoing))
-        return list(results.values())
+        of_given = [] if of_leaving is None else [of_states[self.plan.states : -1].clone()]
+        return [*results.values(), *of_given]
 
     def _gradients(self, grad: Tensor, chunks: Chunks, part: slice, outgoing: Tensor | None) -> Gradients:
         chunk = self.inputs.of(chunks, part)
         return chunk.backward(_grad_of(grad, chunks, part), self.states[chunks.incoming[part]], outgoing)
 
-    def _state_gradients(self, grad: Tensor) -> Tensor:
+    def _state_gradients(self, grad: Tensor, of_leaving: Tensor | None) -> Tensor:
         """Of the outgoing states, by slot."""
         found = torch.zeros_like(self.states)
+        if of_leaving is not None:
+            assert self.plan.exits is not None
+            found.index_add_(0, self.plan.exits, of_leaving)
         for chunks in self.plan.chunks:
             for part in self.parts(chunks, 0, len(chunks.tokens)):
                 chunk = self.inputs.of(chunks, part)
@@ -283,28 +306,31 @@ def _put_all(results: dict[str, Tensor], chunks: Chunks, part: slice, found: Gra
             _put(target, chunks, part, values)
 
 
-def _contained(
-    run: Callable[[_Scan], list[Tensor]],
-    inputs: _Inputs,
+def contained(
+    run: Callable[[ChunkPlan], list[Tensor]],
+    inputs: Inputs,
     subtree_end: Tensor,
     chunk: int,
     also_read: Sequence[Tensor] = (),
+    doors: Doors | None = None,
 ) -> list[Tensor]:
     """Run a scan; on the CPU, repeat non-finite results with suspect tokens apart.
 
     Args:
-        run: computes the results of a scan.
+        run: computes the results of a scan of some chunks.
         inputs: of the scan.
         subtree_end: of the forest.
         chunk: tokens per chunk.
         also_read: further values of tokens, ``[N, ...]``, that ``run`` reads.
+        doors: of a part of a forest.
     """
-    found = run(_Scan(inputs, find_chunk_plan(subtree_end, chunk)))
+    plan = find_chunk_plan(subtree_end, chunk) if doors is None else find_part_plan(subtree_end, chunk, doors)
+    found = run(plan)
     if not inputs.v.is_cpu or are_finite(*found):
         return found
     given = [x for x in (*vars(inputs).values(), *also_read) if x is not None]
     alone = torch.stack([~(x.abs() < _LARGE).flatten(1).all(1) for x in given]).any(0)
-    return run(_Scan(inputs, plan_chunks(subtree_end, chunk, alone))) if alone.any() else found
+    return run(plan_chunks(subtree_end, chunk, alone, doors)) if alone.any() else found
 
 
 @torch.library.custom_op("treefx::tree_scan", mutates_args=(), tags=NOT_CAPTURED)
@@ -312,7 +338,8 @@ def _tree_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
 ) -> Tensor:
     with torch.autocast(v.device.type, enabled=False):  # dtypes are settled outside
-        (out,) = _contained(lambda scan: [scan.output()], _Inputs(q, k, v, g, w), subtree_end, chunk)
+        inputs = Inputs(q, k, v, g, w)
+        (out,) = contained(lambda plan: [Scan(inputs, plan).output()], inputs, subtree_end, chunk)
         return out
 
 
@@ -327,7 +354,8 @@ def _tree_scan_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, then of g and w where given."""
     with torch.autocast(v.device.type, enabled=False):
-        return _contained(lambda scan: scan.backward(grad), _Inputs(q, k, v, g, w), subtree_end, chunk, [grad])
+        inputs = Inputs(q, k, v, g, w)
+        return contained(lambda plan: Scan(inputs, plan).backward(grad), inputs, subtree_end, chunk, [grad])
 
 
 @_tree_scan_backward.register_fake

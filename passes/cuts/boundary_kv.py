@@ -16,7 +16,8 @@ After::
     return [..., k[:, :, outgoing], v[:, :, outgoing]]                                          # [1, Q, heads, width]
 
 Attentions that share a key share its input and output, with the sum as gradient. Values of ancestors that convolutions
-read are passed in the same way (:mod:`treefx.passes.cuts.boundary_windows`).
+read are passed in the same way (:mod:`treefx.passes.cuts.boundary_windows`), states of recurrences once per path
+(:mod:`treefx.passes.cuts.boundary_states`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from treefx.errors import UnsupportedError
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score, walk
+from treefx.passes.cuts.boundary_states import SCANS, extend_scan, find_scans, state_of
 from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_windows
 from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.ranks import collectives as _collectives  # noqa: F401  (registers sums over ranks)
@@ -94,6 +96,7 @@ class CutGraph:
         run: its purpose, or its concurrent ranks.
         caches: fake K and V in the order they come and go, [1, P, heads, width] each; then the inputs of convolutions
             along the tree, [1, P, 1, width] each.
+        states: fake states of recurrences in the order they come and go, behind the caches: [1, S, heads, D, E] each.
         results: the uncut graph's outputs where they are not computed: a stand-in, an input, or the constant itself.
         reads_parents: whether it takes the parents of the own tokens [N], of the boundary's [P] and of nothing [1].
         changed: positions of the inputs that it changes in place: counters among the model's buffers.
@@ -101,6 +104,7 @@ class CutGraph:
 
     run: Run | Ranks
     caches: list[Tensor]
+    states: list[Tensor]
     results: list[Any]
     reads_parents: bool
     changed: list[int] = field(default_factory=list)
@@ -119,33 +123,40 @@ def add_boundary(
 
     Returns:
         The graph, whose further inputs are now lo, hi [P] int32, the boundary's columns [P] and the outgoing tokens
-        [Q] int64, the parents where convolutions read them, the caches, P and Q, and whose further outputs are the
-        outgoing K/V; its inputs; what they are.
+        [Q] int64, the parents where convolutions read them, where states enter [N] and leave [X] if there are
+        recurrences, the caches, the states, P and Q, with recurrences S and X, and whose further outputs are the
+        outgoing K/V and states; its inputs; what they are.
 
     Raises:
-        UnsupportedError: Tokens meet outside of attention and convolutions, or a score loads a value of the model.
+        UnsupportedError: Tokens meet outside of attention, convolutions and recurrences, or a score loads a value of
+            the model.
     """
     cutter = Cutter(gm, list(inputs), mode)
     check_operators(gm)
     windows = find_windows(gm, cutter.end)
-    cutter.cut(windows)
+    cutter.cut(windows, find_scans(gm))
     results = cutter.finish(run)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
     fakes = cutter.inputs if run == "train" else [_without_gradient(x, mode) for x in cutter.inputs]
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
-    return gm, fakes, CutGraph(run, cutter.caches, results, bool(windows), _changed(gm))
+    return gm, fakes, CutGraph(run, cutter.caches, cutter.states, results, bool(windows), _changed(gm))
 
 
-def check_operators(gm: fx.GraphModule) -> None:
-    """Refuse graphs whose tokens meet in operators with a state that cannot cross a cut."""
+def check_operators(gm: fx.GraphModule, *, on_ranks: bool = False) -> None:
+    """Refuse graphs whose tokens meet in operators with a state that cannot cross a cut.
+
+    Between ranks that run at once no state of a recurrence crosses.
+    """
+    where = "in attention or in a convolution" + (", over several ranks" if on_ranks else ", or in a recurrence")
+    known = _TOKEN_WISE if on_ranks else _TOKEN_WISE | SCANS
     for node in gm.graph.nodes:
         namespace = getattr(node.target, "namespace", None)
-        if node.op == "call_function" and namespace == "treefx" and node.target not in _TOKEN_WISE:
+        if node.op == "call_function" and namespace == "treefx" and node.target not in known:
             raise UnsupportedError(
-                f"a forest can be cut where tokens meet in attention or in a convolution, but the model runs "
-                f"{node.target}, whose state does not cross cuts; run the uncut forest (treefx.use), or a smaller one"
+                f"a forest can be cut where tokens meet {where}, but the model runs {node.target}, whose state does "
+                "not cross cuts; run the uncut forest (treefx.use), or a smaller one"
             )
 
 
@@ -180,10 +191,13 @@ class Cutter:
     def __init__(self, gm: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
         self.gm, self.inputs, self.mode = gm, inputs, mode
         self.caches: list[Tensor] = []
+        self.states: list[Tensor] = []
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.row, self.column, self.end, self.token_of, _ = placeholders[-5:]
         self._outside_form: dict[fx.Node, fx.Node] = {}
         self._sources: list[fx.Node] = []
+        self._left: list[fx.Node] = []
+        """States that leave, [X, heads, D, E] each."""
         device = self.column.meta["val"].device
         count = mode.shape_env
         assert isinstance(count, TokenCount)
@@ -203,9 +217,10 @@ class Cutter:
         self.inputs.append(fake)
         return node
 
-    def cut(self, windows: list[Window]) -> None:
-        """Give every attention and every window its boundary."""
+    def cut(self, windows: list[Window], scans: Sequence[fx.Node] = ()) -> None:
+        """Give every attention, every window and every recurrence its boundary."""
         up = self._parents() if windows else ()
+        doors = self._doors() if scans else None
         taken: dict[fx.Node, fx.Node] = {}
         attentions = self.gm.graph.find_nodes(op="call_function", target=_ATTENTION)
         for node in attentions:
@@ -213,6 +228,7 @@ class Cutter:
         for source in dict.fromkeys(window.source for window in windows):
             heads = self._with_heads(source)
             taken[source] = self._bring([heads])[heads]
+        given = [self._state(node) for node in scans]
         for name, size in self.sizes.items():
             add_count_input(self.gm, size, name)
             self.inputs.append(size)
@@ -220,14 +236,37 @@ class Cutter:
             q, k, v, end, buffers, sinks, score, impl = node.args
             outside = taken[k], taken[v]
             with self.gm.graph.inserting_before(node):
-                given = [self._call(torch.ops.aten.transpose.int, cache, 1, 2) for cache in outside]
+                above = [self._call(torch.ops.aten.transpose.int, cache, 1, 2) for cache in outside]
                 extended = self._extended(list(buffers), Score.from_json(score))
-                arguments = (q, k, v, end, extended, sinks, score, impl, *given, self.lo, self.hi)
+                arguments = (q, k, v, end, extended, sinks, score, impl, *above, self.lo, self.hi)
                 new = self._call(_ATTENTION, *arguments, **node.kwargs)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             self.gm.graph.erase_node(node)
         extend_windows(self.gm, windows, up, taken)
+        if doors is not None:
+            self._left = [extend_scan(self.gm, node, x, doors) for node, x in zip(scans, given, strict=True)]
+
+    def _doors(self) -> tuple[fx.Node, fx.Node]:
+        """Inputs for where states enter [N] and leave [X]."""
+        device, count = self.column.meta["val"].device, self.mode.shape_env
+        assert isinstance(count, TokenCount)
+        (given,) = count.further([torch.int64], device, self.mode)
+        (exits,) = count.further([torch.int64], device, self.mode)
+        self.sizes |= {"state_count": given.shape[0], "exit_count": exits.shape[0]}
+        with self.mode:
+            entry = torch.empty(self.column.meta["val"].shape[0], dtype=torch.int64, device=device)
+        return self.add_input("entry", entry), self.add_input("exits", exits)
+
+    def _state(self, scan: fx.Node) -> fx.Node:
+        """The input that holds the states that a recurrence starts from."""
+        shape, dtype = state_of(scan)
+        with self.mode:
+            fake = torch.empty(
+                (1, self.sizes["state_count"], *shape), dtype=dtype, device=self.column.meta["val"].device
+            )
+        self.states.append(fake.requires_grad_())
+        return self.add_input(f"state_{len(self.states) - 1}", fake)
 
     def _parents(self) -> tuple[fx.Node, ...]:
         """Inputs for the parents of the own tokens, of the boundary's, and of nothing."""
@@ -287,6 +326,7 @@ class Cutter:
                     torch.ops.aten.clone.default, (first,), {"memory_format": torch.contiguous_format}
                 )
                 handed.append(dense)
+            handed += [self._call(torch.ops.aten.unsqueeze.default, left, 0) for left in self._left]
         output.args = ((*(results if run != "kv" else ()), *handed),)
         return [self._stand_in(item) for item in results]
 

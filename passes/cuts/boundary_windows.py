@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
+from treefx.passes.cuts.boundary_states import SCANS
 
 __all__ = ["Window", "extend_windows", "find_windows"]
 
@@ -53,19 +54,23 @@ class Window:
 
 
 def find_windows(gm: fx.GraphModule, end: fx.Node) -> list[Window]:
-    """Every place where a packed graph reads values of ancestors, attention aside.
+    """Every place where a packed graph reads values of ancestors, attention and recurrences aside.
 
     Args:
         gm: Graph of the native level.
         end: Its subtree_end.
 
     Raises:
-        UnsupportedError: A value depends on the tree in another way, as a recurrence does.
+        UnsupportedError: A value depends on the tree in another way.
     """
     from_tree: set[Any] = {end}
     found: list[Window] = []
     for node in gm.graph.nodes:
-        if node.target is _ATTENTION or not any(source in from_tree for source in node.all_input_nodes):
+        if (
+            node.target is _ATTENTION
+            or node.target in SCANS
+            or not any(source in from_tree for source in node.all_input_nodes)
+        ):
             continue
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -74,9 +79,9 @@ def find_windows(gm: fx.GraphModule, end: fx.Node) -> list[Window]:
         window = _window(node, from_tree)
         if window is None:
             raise UnsupportedError(
-                "a forest can be cut where tokens meet in attention or in a convolution, but the model runs a "
-                f"recurrence along the tree ({node.target}), whose state does not cross cuts; run the uncut forest "
-                "(treefx.use), or a smaller one"
+                "a forest can be cut where tokens meet in attention, a convolution or a known recurrence, but "
+                f"the model reads the tree in another way ({node.target}); run the uncut forest (treefx.use), or a "
+                "smaller one"
             )
         found.append(window)
     return found

@@ -58,14 +58,14 @@ def add_exchange(
         UnsupportedError: as `add_boundary` does.
     """
     cutter = _Exchanger(gm, list(inputs), mode, ranks)
-    check_operators(gm)
+    check_operators(gm, on_ranks=True)
     windows = find_windows(gm, cutter.end)
     cutter.cut(windows)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*cutter.inputs)
-    return gm, cutter.inputs, CutGraph(ranks, [], [], bool(windows))
+    return gm, cutter.inputs, CutGraph(ranks, [], [], [], bool(windows))
 
 
 class _Exchanger(Cutter):

@@ -39,7 +39,7 @@ from treefx.passes.trace.library_calls import (
     unfused,
 )
 
-__all__ = ["Leveled", "call_library", "find_inner", "leveled", "library_tree"]
+__all__ = ["Leveled", "call_library", "find_inner", "leveled", "library_tree", "step_of"]
 
 _KEPT_WHOLE = {"cuda"}
 """Devices on which a library's kernel is worth calling where ``tree_scan`` has the recurrence."""
@@ -54,14 +54,18 @@ class Leveled:
         of_tokens: the operands [B, T, ...] that have a value per token; the others have none.
         like: the operand with the shape of the result.
         needs: arguments by which the library takes and returns states.
+        keys: the operand with as many features as a state has rows.
         padded: whether the nodes of a level are padded to the longest.
+        transposed: whether the library's states are ``[H, E, D]``, not ``[H, D, E]``.
     """
 
     step: Any
     of_tokens: frozenset[str]
     like: str
     needs: frozenset[str]
+    keys: str
     padded: bool = False
+    transposed: bool = False
 
 
 def _as_sequences(
@@ -70,7 +74,7 @@ def _as_sequences(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One row with all nodes of a level."""
     args, kwargs = call.filled(_placed(numbers, fixed, taken))
-    kwargs |= {"initial_state": states, "output_final_state": not level.is_last, "cu_seqlens": level.bounds}
+    kwargs |= {"initial_state": states, "output_final_state": level.returns_states, "cu_seqlens": level.bounds}
     out, final = call.function(*args, **kwargs)
     return out, final
 
@@ -89,9 +93,9 @@ def _as_rows(
     dt = steps_of(given).squeeze(0)[place].masked_fill((column >= lengths[:, None])[..., None], 0)
     result = call.function(
         x, dt, given["A"], b, c, given["chunk_size"],
-        D=given.get("D"), initial_states=states, return_final_states=not level.is_last,
+        D=given.get("D"), initial_states=states, return_final_states=level.returns_states,
     )  # fmt: skip
-    out, final = (result, None) if level.is_last else result
+    out, final = result if level.returns_states else (result, None)
     count = len(level.tokens)
     node = torch.repeat_interleave(lengths, output_size=count)
     places = torch.arange(count, device=first.device) - first[node] + node * level.longest
@@ -110,11 +114,11 @@ _STATE_SPACE = "mamba_chunk_scan_combined"
 _DELTA = frozenset({"query", "key", "value", "g", "beta"})
 _SEQUENCES = frozenset({"initial_state", "output_final_state", "cu_seqlens"})
 _LEVELED = {
-    "chunk_gated_delta_rule": Leveled(_as_sequences, _DELTA, "value", _SEQUENCES),
-    "chunk_kda": Leveled(_as_sequences, _DELTA, "value", _SEQUENCES),
+    "chunk_gated_delta_rule": Leveled(_as_sequences, _DELTA, "value", _SEQUENCES, "key"),
+    "chunk_kda": Leveled(_as_sequences, _DELTA, "value", _SEQUENCES, "key"),
     _STATE_SPACE: Leveled(
         _as_rows, frozenset({"hidden_states", "dt", "B", "C"}), "hidden_states",
-        frozenset({"initial_states", "return_final_states"}), padded=True,
+        frozenset({"initial_states", "return_final_states"}), "B", padded=True, transposed=True,
     ),
 }  # fmt: skip
 
@@ -199,10 +203,14 @@ def _along_tree(call: LibraryCall, tensors: Sequence[Tensor], subtree_end: Tenso
         read = call.kind.read
         if read is not None and not levels_cost_less(levels, subtree_end, CHUNK, padded=how.padded):
             return read(call.arguments(tensors), partial(_tree_scan, subtree_end))
-        numbers = [item.number for name, item in _slots(call, len(tensors)).items() if name in how.of_tokens]
-        fixed = [None if number in numbers else x for number, x in enumerate(tensors)]
-        step: Step = partial(how.step, call, numbers, fixed)
-        return run_levels(step, [tensors[number] for number in numbers], levels)
+        return run_levels(*step_of(call, how, tensors), levels)
+
+
+def step_of(call: LibraryCall, how: Leveled, tensors: Sequence[Tensor]) -> tuple[Step, list[Tensor]]:
+    """Return the step of a level, and the values of tokens that it takes."""
+    numbers = [item.number for name, item in _slots(call, len(tensors)).items() if name in how.of_tokens]
+    fixed = [None if number in numbers else x for number, x in enumerate(tensors)]
+    return partial(how.step, call, numbers, fixed), [tensors[number] for number in numbers]
 
 
 def _slots(call: LibraryCall, count: int) -> dict[str, Given]:

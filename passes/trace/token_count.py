@@ -214,11 +214,12 @@ class TokenCount(SizeConditions):
     def admits(self, tokens: int, *further: int, given: Mapping[Any, int] | None = None) -> bool:
         """Return whether all recorded conditions hold for these tokens and further sizes.
 
-        No other code checks it. ``given`` are the values of other symbols.
+        No other code checks it. ``given`` are the values of other symbols. A graph may have the first sizes alone.
         """
         if tokens % self.multiple:
             return False
-        values = {**dict(zip(self._symbols, (tokens, *further), strict=True)), **(given or {})}
+        sizes = (tokens, *further)[: len(self._symbols)]
+        values = {**dict(zip(self._symbols, sizes, strict=True)), **(given or {})}
         return self._asked() <= values.keys() and self.holds(values)
 
     def _asked(self) -> set[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import treefx.kernels.recurrence.tree_scan  # noqa: F401 - defines its operators
+import treefx.kernels.recurrence.part_scan  # noqa: F401 - defines its operators
 from treefx.kernels import ops, tree_attention
 from treefx.kernels.score import Score
 
@@ -196,3 +196,8 @@ def test_scan(kind: str, tokens: int) -> None:
     torch.library.opcheck(_ops.tree_scan.default, (*with_gradients(draw, (q, k, v, g, w)), ends, 16))
     grad = torch.ones(()).expand(tokens, heads, 3)
     torch.library.opcheck(_ops.tree_scan_backward.default, (grad, q, k, v, g, w, ends, 16))
+    states, left = torch.rand(2, heads, 4, 3), torch.ones(()).expand(3, heads, 4, 3)
+    doors = states, torch.arange(tokens) % 3, torch.tensor([-1, 0, tokens - 1])
+    call = (*with_gradients(draw, (q, k, v, g, w)), ends, 16, *with_gradients(draw, (states,)), *doors[1:])
+    torch.library.opcheck(_ops.part_scan.default, call)
+    torch.library.opcheck(_ops.part_scan_backward.default, (grad, left, q, k, v, g, w, ends, 16, *doors))

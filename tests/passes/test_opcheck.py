@@ -255,6 +255,11 @@ def test_library_tree(lay: Callable[[Tensor], Tensor]) -> None:
     opcheck(_ops.library_tree.default, ([leaf(x) for x in tensors], ends, held.key))
     grad = lay(torch.randn(1, 5, 2, 3, dtype=torch.float64))
     opcheck(_ops.library_tree_backward.default, (grad, tensors, ends, held.key))
+    doors = (torch.rand(2, 2, 3, 3, dtype=torch.float64), torch.tensor([1, 2, 2, 2, 0]), torch.tensor([0, 3, -1]))
+    ends = torch.tensor([4, 4, 4, 4, 5], dtype=torch.int32)
+    opcheck(_ops.library_part.default, ([leaf(x) for x in tensors], ends, held.key, leaf(doors[0]), *doors[1:]))
+    left = lay(torch.randn(3, 2, 3, 3, dtype=torch.float64))
+    opcheck(_ops.library_part_backward.default, (grad, left, tensors, ends, held.key, *doors))
 
 
 def test_every_operator_has_its_check() -> None:
@@ -262,8 +267,9 @@ def test_every_operator_has_its_check() -> None:
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "entries", "exchange",
         "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "library",
-        "library_backward", "library_tree", "library_tree_backward", "own_piece", "own_products",
-        "own_products_backward", "pick", "restore", "restore_pick", "restore_surprise", "row_scan", "row_scan_backward",
-        "same_on_ranks", "segments", "sum_over_ranks", "surprise", "tower", "tree_attention", "tree_attention_backward",
-        "tree_scan", "tree_scan_backward",
+        "library_backward", "library_part", "library_part_backward", "library_tree", "library_tree_backward",
+        "own_piece", "own_products", "own_products_backward", "part_scan", "part_scan_backward", "pick", "restore",
+        "restore_pick", "restore_surprise", "row_scan", "row_scan_backward", "same_on_ranks", "segments",
+        "sum_over_ranks", "surprise", "tower", "tree_attention", "tree_attention_backward", "tree_scan",
+        "tree_scan_backward",
     }  # fmt: skip

@@ -147,5 +147,5 @@ def test_what_reads_the_tree_otherwise_is_refused() -> None:
     graph.output((read,))
     end.meta["val"] = parent.meta["val"] = torch.zeros(4, dtype=torch.int64)
     x.meta["val"] = read.meta["val"] = torch.zeros(4, 2)
-    with pytest.raises(treefx.UnsupportedError, match="recurrence along the tree"):
+    with pytest.raises(treefx.UnsupportedError, match="reads the tree in another way"):
         find_windows(fx.GraphModule({}, graph), end)

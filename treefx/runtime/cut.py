@@ -1,4 +1,4 @@
-"""Pass a part's row, with the keys and values at its cuts, to a compiled graph."""
+"""Pass a part's row, with the keys, values and states at its cuts, to a compiled graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from treefx.forests.subset import EdgeSubset, select_edges
 from treefx.kernels.tiles.hosted import send
 from treefx.passes.cuts.boundary_kv import CutGraph, GivenBack, Ranks, Run, StandIn
 
-__all__ = ["ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "forest_as"]
+__all__ = [
+    "ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "StateDoors",
+    "forest_as",
+]  # fmt: skip
 
 _SMALLEST = 2
 """Compiled graphs take sizes of at least two; smaller ones are padded with unseen tokens."""
@@ -30,6 +34,20 @@ def forest_as(kind: type[Any], forest: Forest, **more: Any) -> Any:
     return kind(**{**{item.name: getattr(forest, item.name) for item in dataclasses.fields(Forest)}, **more})
 
 
+class StateDoors(NamedTuple):
+    """Say where states of recurrences enter a part and leave it; see ``kernels.recurrence.tree_chunks.Doors``.
+
+    Attributes:
+        given: S, how many states enter, filled up to a size of compiled graphs.
+        entry: number of the state that each topmost token of the row starts from, S for zero, int64 [N'] on the CPU.
+        exits: tokens of the row with states that leave, -1 for filler, int64 [X] on the CPU.
+    """
+
+    given: int
+    entry: Tensor
+    exits: Tensor
+
+
 @dataclass(eq=False)
 class Cut:
     """Hold the inputs and outputs at the cuts of one run of a part.
@@ -37,37 +55,42 @@ class Cut:
     Attributes:
         run: purpose of the run.
         vectors: tensors that describe the boundary and the outgoing tokens to the graph.
-        gather: gives the boundary's K/V, [1, P, heads, width], for each fake one that the graph declares.
+        doors: where states of recurrences enter and leave.
+        gather: gives the boundary's K/V, [1, P, heads, width], for each fake one that the graph declares, then the
+            states that enter, [1, S, heads, D, E], likewise.
         parents: gives int64 [N], [P] and [1]: parents of the own tokens and of the boundary's, as places in the own
             tokens followed by the boundary, N + P at roots; and that number.
-        taken: gathered K/V; leaves that receive gradients if the run has any.
-        handed: K/V of the outgoing tokens, [1, Q, heads, width] each.
+        taken: gathered K/V and states; leaves that receive gradients if the run has any.
+        handed: K/V of the outgoing tokens, [1, Q, heads, width] each, then states that leave, [1, X, heads, D, E].
         changes: inputs that the model changes in place (counters of steps), and their new values. All parts of a step
             read the old values, so the run keeps these.
     """
 
     run: Run
     vectors: Vectors
-    gather: Callable[[Sequence[Tensor]], list[Tensor]]
+    doors: StateDoors
+    gather: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
     parents: Callable[[], list[Tensor]]
     taken: list[Tensor] = field(default_factory=list)
     handed: list[Tensor] = field(default_factory=list)
     changes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """P and Q."""
-        return len(self.vectors[0]), len(self.vectors[3])
+    def sizes(self) -> tuple[int, int, int, int]:
+        """P and Q, then S and X, which graphs without recurrences do not have."""
+        return len(self.vectors[0]), len(self.vectors[3]), self.doors.given, len(self.doors.exits)
 
     def call(self, run: Callable[..., Any], given: Sequence[Any], graph: CutGraph) -> Sequence[Any]:
         """Run a compiled graph with its boundary; return the results of the uncut graph."""
-        self.taken = self.gather(graph.caches)
+        self.taken = self.gather(graph.caches, graph.states)
         if self.run == "train":
             self.taken = [x.requires_grad_() for x in self.taken]
         parents = self.parents() if graph.reads_parents else ()
+        device, sizes = self.vectors[0].device, self.sizes if graph.states else self.sizes[:2]
+        doors = [send(x, device, keep=True) for x in (self.doors.entry, self.doors.exits)] if graph.states else ()
         with self._put_back([given[i] for i in graph.changed]):
-            results = list(run(*given, *self.vectors, *parents, *self.taken, *self.sizes))
-        split = len(results) - len(graph.caches)
+            results = list(run(*given, *self.vectors, *parents, *doors, *self.taken, *sizes))
+        split = len(results) - len(self.taken)
         self.handed = results[split:]
         if self.run != "kv":
             return results[:split]
@@ -174,6 +197,7 @@ class PartTokens:
         outside: the boundary, ascending: ancestors of own tokens that are not own.
         leaving: own tokens with keys and values that other parts read, in the order of the outputs.
         ranks: how many share the tokens of the row out among them, equally many each.
+        exits: own tokens that parts below hang on, ascending: their states leave.
     """
 
     forest: Forest
@@ -182,6 +206,29 @@ class PartTokens:
     outside: Tensor
     leaving: Tensor
     ranks: int = 1
+    exits: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    @cached_property
+    def entries(self) -> Tensor:
+        """Return the tokens of the boundary that own tokens hang on, int64, ascending: their states enter."""
+        found: Tensor = torch.unique(self.host.parent[self._tops].to(torch.int64))
+        return found
+
+    @cached_property
+    def _tops(self) -> Tensor:
+        """Return the own tokens with a parent in the boundary."""
+        above = self.host.parent[self.own].to(torch.int64)
+        place = torch.searchsorted(self.own, above).clamp(max=len(self.own) - 1)
+        tops: Tensor = self.own[(above >= 0) & (self.own[place] != above)]
+        return tops
+
+    def doors(self) -> StateDoors:
+        """Return where states of recurrences enter and leave."""
+        given = max(_SMALLEST, len(self.entries))
+        entry = torch.full(self.sizes[:1], given)
+        number = torch.searchsorted(self.entries, self.host.parent[self._tops].to(torch.int64))
+        entry[torch.searchsorted(self.own, self._tops)] = number
+        return StateDoors(given, entry, _padded(torch.searchsorted(self.own, self.exits), torch.full((1,), -1)))
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -86,7 +86,7 @@ EXAMPLES = {
     "TFX151": "aten.gather.default: the loss picks one entry per row and position",
     "TFX201": "under treefx.use(forest) every operator must be token-wise, but aten.cumsum.default reads whole rows",
     "TFX202": "an output that is computed when it is read keeps its shape and memory, got aten.resize_.default",
-    "TFX203": "a forest can be cut where tokens meet in attention or in a convolution",
+    "TFX203": "a forest can be cut where tokens meet in attention, a convolution or a known recurrence",
     "TFX204": "kto reads whole rows, but was called on 5 of 9 edges; call treefx.backward with additive=False",
     "TFX205": "memory can be measured on CPU and CUDA devices, got mps and source=None",
     "TFX206": "impl='cpu' must get tensors on the CPU, got cuda:0: use impl='auto'",

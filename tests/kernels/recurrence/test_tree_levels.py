@@ -40,7 +40,7 @@ def summed(taken: list[Tensor], states: Tensor | None, level: Level) -> tuple[Te
         found = found if states is None else found + states[node]
         out.append(found)
         final.append(found[0, -1])
-    return torch.cat(out, 1), None if level.is_last else torch.stack(final)
+    return torch.cat(out, 1), torch.stack(final) if level.returns_states else None
 
 
 @given(forests())
@@ -64,7 +64,9 @@ def test_a_recurrence_along_every_path(parents: list[int]) -> None:
 
 def test_a_chain_is_one_node() -> None:
     levels = find_levels(torch.full((200,), 200, dtype=torch.int32))
-    assert len(levels.levels) == 1 and levels.levels[0].bounds.tolist() == [0, 200] and levels.levels[0].is_last
+    assert (
+        len(levels.levels) == 1 and levels.levels[0].bounds.tolist() == [0, 200] and not levels.levels[0].returns_states
+    )
 
 
 def test_nothing() -> None:

@@ -1,8 +1,10 @@
-"""How a part's row is made, and the keys and values that cross its cuts.
+"""How a part's row is made, and the keys, values and states that cross its cuts.
 
 K/V of outgoing tokens are kept once, with the part that owns them. A part gathers its boundary from all its ancestors,
 and adds its gradients directly to each owner's accumulators, which hold float32 (float64 for
 float64): nothing is relayed hop by hop, and children that share a cut add up without rounding to 16 bits in between.
+States of recurrences cross in the same way, one per path that a cut crosses: a part gathers those of the tokens that
+its topmost tokens hang on.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,15 +35,28 @@ class Crossing:
         owner: the ancestor's index.
         rows: their places in the part's boundary, ascending: a slice where they are consecutive, or int64.
         slots: their places among the owner's outgoing tokens, likewise.
+        state_rows: places of the owner's states among those that enter, likewise; None where none does.
+        state_slots: their places among the states that leave the owner.
     """
 
     owner: int
     rows: slice | Tensor
     slots: slice | Tensor
+    state_rows: slice | Tensor | None = None
+    state_slots: slice | Tensor | None = None
+
+    def places(self, value: Tensor) -> tuple[slice | Tensor, slice | Tensor] | None:
+        """Return the rows and slots of K/V [1, n, heads, width], or of states [1, n, heads, D, E]."""
+        if value.dim() < _STATE_DIMS:
+            return self.rows, self.slots
+        return None if self.state_rows is None or self.state_slots is None else (self.state_rows, self.state_slots)
+
+
+_STATE_DIMS = 5
 
 
 class Store:
-    """Hold K/V of parts whose descendants still run, and the gradients sent back to them.
+    """Hold K/V and states of parts whose descendants still run, and the gradients sent back to them.
 
     Args:
         forest: the uncut forest, on the device of the model.
@@ -52,7 +68,7 @@ class Store:
         self.forest, self.parts, self.ranks = forest, parts, ranks
         self.host = forest if forest.device.type == "cpu" else forest.to("cpu")
         self._owner = torch.full((forest.num_tokens,), -1, dtype=torch.int32)
-        self._slot = torch.zeros(forest.num_tokens, dtype=torch.int32)
+        self._slot, self._state_slot = torch.zeros(2, forest.num_tokens, dtype=torch.int32)
         for part in parts:
             self._owner[part.tokens] = part.index
         self._values: dict[int, list[Tensor]] = {}
@@ -64,8 +80,23 @@ class Store:
         self._slot[tokens] = torch.arange(len(tokens), dtype=torch.int32)
         return tokens
 
+    def exits(self, part: Part) -> Tensor:
+        """Return the tokens of a part that parts below hang on, int64 [X], in the order of a later `put`."""
+        tokens = part.tokens[self._is_exit[part.tokens]] if part.children else part.tokens[:0]
+        self._state_slot[tokens] = torch.arange(len(tokens), dtype=torch.int32)
+        return tokens
+
+    @cached_property
+    def _is_exit(self) -> Tensor:
+        """Whether each token has a child in another part, bool [N]."""
+        above = self.host.parent.to(torch.int64)
+        crosses = (above >= 0) & (self._owner >= 0) & (self._owner[above] != self._owner)
+        found = torch.zeros(len(above), dtype=torch.bool)
+        found[above[crosses]] = True
+        return found
+
     def put(self, part: Part, handed: Sequence[Tensor]) -> None:
-        """Keep the outgoing K/V of a part for its descendants."""
+        """Keep the outgoing K/V and states of a part for its descendants."""
         if part.children:
             self._values[part.index] = [x.detach() for x in handed]
 
@@ -75,56 +106,77 @@ class Store:
         self._gradients.pop(part.index, None)
 
     def move(self, part: Part, device: torch.device | str) -> None:
-        """Take K/V and gradients of a part to host memory, or back."""
+        """Take K/V, states and gradients of a part to host memory, or back."""
         for held in (self._values, self._gradients):
             if part.index in held:
                 held[part.index] = [x.to(device) for x in held[part.index]]
 
     def gradients(self, part: Part) -> list[Tensor] | None:
-        """The gradients of a part's outgoing K/V from all its descendants; None where none came."""
+        """The gradients of a part's outgoing K/V and states from all its descendants; None where none came."""
         return self._gradients.get(part.index)
 
-    def crossings(self, above: Tensor) -> list[Crossing]:
-        """Where the tokens of a boundary run, the nearest owner last."""
-        owners = self._owner[above]
+    def crossings(self, above: Tensor, entries: Tensor) -> list[Crossing]:
+        """Where the tokens of a boundary run, the nearest owner last.
+
+        Args:
+            above: the boundary.
+            entries: tokens among them whose states enter.
+        """
+        owners, owners_of_states = self._owner[above], self._owner[entries]
         found = []
         for owner in torch.unique(owners).tolist():
-            rows = (owners == owner).nonzero().squeeze(1)
-            slots = self._slot[above[rows]].to(torch.int64)
-            device = self.forest.device
-            found.append(Crossing(owner, _slice_or_index(rows, device), _slice_or_index(slots, device)))
+            of_tokens = self._places(owners == owner, self._slot, above)
+            of_states = self._places(owners_of_states == owner, self._state_slot, entries)
+            assert of_tokens is not None
+            found.append(Crossing(owner, *of_tokens, *(of_states or ())))
         return found
 
-    def gather(self, crossings: Sequence[Crossing], size: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Gather the boundary's K/V, [1, size, heads, width] each; padding rows are 0."""
-        device = self.forest.device
-        is_whole = _in_a_row(crossings) == size
-        taken = []
+    def _places(self, chosen: Tensor, slot: Tensor, tokens: Tensor) -> tuple[slice | Tensor, slice | Tensor] | None:
+        """Return places of the chosen tokens, and their slots; None where there are none."""
+        rows = chosen.nonzero().squeeze(1)
+        if not len(rows):
+            return None
+        device, slots = self.forest.device, slot[tokens[rows]].to(torch.int64)
+        return _slice_or_index(rows, device), _slice_or_index(slots, device)
+
+    def gather(self, crossings: Sequence[Crossing], sizes: tuple[int, int], like: Sequence[Tensor]) -> list[Tensor]:
+        """Gather the boundary's K/V, [1, P, heads, width] each, and states; padding rows are 0.
+
+        Args:
+            crossings: of the part.
+            sizes: P, and S, how many states enter.
+            like: fake K/V, then fake states.
+        """
+        device, taken = self.forest.device, []
         for number, fake in enumerate(like):
-            pieces = [_take(self._values[item.owner][number], item.slots).to(device) for item in crossings]
-            if is_whole:
+            size = sizes[fake.dim() >= _STATE_DIMS]
+            found = [(item.owner, *places) for item in crossings if (places := item.places(fake)) is not None]
+            pieces = [_take(self._values[owner][number], slots).to(device) for owner, _, slots in found]
+            if _in_a_row([rows for _, rows, _ in found]) == size:
                 taken.append(torch.cat(pieces, 1))
                 continue
             target = torch.zeros(1, size, *fake.shape[2:], dtype=fake.dtype, device=device)
-            for item, piece in zip(crossings, pieces, strict=True):
-                target[:, item.rows] = piece
+            for (_, rows, _), piece in zip(found, pieces, strict=True):
+                target[:, rows] = piece
             taken.append(target)
         return taken
 
     def add_gradients(self, crossings: Sequence[Crossing], gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of gathered K/V to their owners' accumulators."""
+        """Add the gradients of gathered K/V and states to their owners' accumulators."""
         for item in crossings:
             values = self._values[item.owner]
             if item.owner not in self._gradients:
                 self._gradients[item.owner] = [torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in values]
             for total, gradient in zip(self._gradients[item.owner], gradients, strict=True):
-                if gradient is None:
+                places = None if gradient is None else item.places(gradient)
+                if gradient is None or places is None:
                     continue
-                piece = _take(gradient, item.rows).to(total.device)
-                if isinstance(item.slots, slice):
-                    total[:, item.slots] += piece
+                rows, slots = places
+                piece = _take(gradient, rows).to(total.device)
+                if isinstance(slots, slice):
+                    total[:, slots] += piece
                 else:
-                    total.index_add_(1, item.slots.to(total.device), piece.to(total.dtype))
+                    total.index_add_(1, slots.to(total.device), piece.to(total.dtype))
 
 
 def _slice_or_index(index: Tensor, device: torch.device) -> slice | Tensor:
@@ -133,13 +185,13 @@ def _slice_or_index(index: Tensor, device: torch.device) -> slice | Tensor:
     return slice(first, last + 1) if last - first + 1 == len(index) else index.to(device)
 
 
-def _in_a_row(crossings: Sequence[Crossing]) -> int:
+def _in_a_row(places: Sequence[slice | Tensor]) -> int:
     """The length of a boundary that these fill one after the other; -1 if they do not."""
     reached = 0
-    for item in crossings:
-        if not isinstance(item.rows, slice) or item.rows.start != reached:
+    for rows in places:
+        if not isinstance(rows, slice) or rows.start != reached:
             return -1
-        reached = item.rows.stop
+        reached = rows.stop
     return reached
 
 
@@ -156,9 +208,14 @@ def make_row(store: Store, part: Part, run: Run) -> tuple[PartRow, list[Crossing
         run: purpose of the run.
     """
     outside = boundary(store.host, store.parts, part)
-    tokens = PartTokens(store.forest, store.host, part.tokens, outside, store.leaving(part), store.ranks)
-    crossings = store.crossings(outside)
-    cut = Cut(run, tokens.vectors(), lambda like: store.gather(crossings, tokens.sizes[1], like), tokens.parents)
+    leaving, exits = store.leaving(part), store.exits(part)
+    tokens = PartTokens(store.forest, store.host, part.tokens, outside, leaving, store.ranks, exits)
+    crossings, doors = store.crossings(outside, tokens.entries), tokens.doors()
+
+    def gather(caches: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+        return store.gather(crossings, (tokens.sizes[1], doors.given), [*caches, *states])
+
+    cut = Cut(run, tokens.vectors(), doors, gather, tokens.parents)
     row = tokens.row(edge_ids(store.host, part), cut)
     assert isinstance(row, PartRow)
     return row, crossings
