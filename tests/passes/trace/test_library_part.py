@@ -75,8 +75,9 @@ def test_parts_equal_the_forest(name: str, form: str, monkeypatch: pytest.Monkey
         out, left = library_part.library_part(tensors(values), ends, held.key, given, *doors.vectors)
         return out[0], left
 
-    assert_equal(in_parts(forest, 1, 0.2, of_tokens, run), wanted, [*of_tokens, *rest])
+    got = in_parts(forest, 1, 0.2, of_tokens, run)
     assert (name in CALLS) == (form != "chunks")
+    assert_equal(got, wanted, [*of_tokens, *rest])
 
 
 def test_a_layout_of_the_library_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
