@@ -39,6 +39,7 @@ from treefx.passes.labels.laws import placed as _placed  # noqa: F401  (register
 from treefx.passes.labels.laws import pointwise as pointwise_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import reductions as reduction_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import shape as shape_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import token_modules as _token_modules  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws.base import Call, find_law
 from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests import libraries
 from tests.backend.calls.test_heads import Scores
 from treefx.passes.cuts.exchange import exchange, exchange_backward
 from treefx.passes.packing.vocab_tail import surprise
-from treefx.passes.trace import flash, heads, library_calls, opaque_ops
+from treefx.passes.trace import flash, heads, library_calls, opaque_ops, token_modules
 
 _ops: Any = torch.ops.treefx
 
@@ -242,6 +243,25 @@ def test_library(lay: Callable[[Tensor], Tensor]) -> None:
     opcheck(_ops.library_backward.default, (lay(torch.randn(2, 4, 6)), tensors, held.key))
 
 
+def test_token_module(lay: Callable[[Tensor], Tensor]) -> None:
+    """Two results, one of them in line; a frozen weight gets no gradient."""
+
+    class Both(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x[..., :2].flatten(0, -2)
+
+    module = Both(3, 4)
+    forms = tuple(
+        token_modules.ModuleResult(in_line, (width,), torch.float32) for in_line, width in ((False, 4), (True, 2))
+    )
+    held = token_modules.TokenModule(weakref.ref(module), ("weight", "bias"), forms, False, None, 24.0)
+    token_modules.register_module("tests.both", held)
+    tensors = [lay(torch.randn(2, 5, 3)), lay(torch.randn(4, 3)), torch.randn(4)]
+    opcheck(_ops.token_module.default, ([leaf(tensors[0]), tensors[1], leaf(tensors[2])], "tests.both"))
+    grads = [lay(torch.randn(2, 5, 4)), torch.randn(10, 2)]
+    opcheck(_ops.token_module_backward.default, (grads, tensors, [True, False, True], "tests.both"))
+
+
 def test_library_tree(lay: Callable[[Tensor], Tensor]) -> None:
     def body(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> None: ...
 
@@ -270,6 +290,6 @@ def test_every_operator_has_its_check() -> None:
         "library_backward", "library_part", "library_part_backward", "library_tree", "library_tree_backward",
         "own_piece", "own_products", "own_products_backward", "part_scan", "part_scan_backward", "pick", "restore",
         "restore_pick", "restore_surprise", "row_scan", "row_scan_backward", "same_on_ranks", "segments",
-        "sum_over_ranks", "surprise", "tower", "tree_attention", "tree_attention_backward", "tree_scan",
-        "tree_scan_backward",
+        "sum_over_ranks", "surprise", "token_module", "token_module_backward", "tower", "tree_attention",
+        "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip

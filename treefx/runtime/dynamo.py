@@ -20,9 +20,10 @@ from treefx.runtime.whole.flash import flash_instead, trace_instead
 from treefx.runtime.whole.heads import LEAVES_OUT, head_instead, scores_all
 from treefx.runtime.whole.liger import liger_instead
 from treefx.runtime.whole.recurrences import recurrence_instead
+from treefx.runtime.whole.token_modules import is_provable, token_module_instead
 from treefx.runtime.whole.towers import tower_instead
 from treefx.torch_patches.dynamo import is_of_module
-from treefx.torch_patches.substitution import substitute_applied, substitute_called
+from treefx.torch_patches.substitution import retry_where_cut, substitute_applied, substitute_called
 from treefx.torch_patches.table import apply_patches
 
 __all__ = ["keep_graphs_whole", "reads_cache", "role_of", "why_cut"]
@@ -36,8 +37,10 @@ def keep_graphs_whole() -> None:
     trace_instead(LEAVES_OUT, scores_all)
     for called in (
         tower_instead, check_instead, deepstack_instead, direct_call_instead, flash_instead, recurrence_instead,
+        token_module_instead,
     ):  # fmt: skip
         substitute_called(called)
+    retry_where_cut(is_provable)
     for applied in (liger_instead, head_instead):
         substitute_applied(applied)
     apply_patches()

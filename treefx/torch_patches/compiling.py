@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch._dynamo.convert_frame import compile_lock
 
-__all__ = ["compiling"]
+__all__ = ["compiling", "running_eagerly"]
 
 
 class _Compiling:
@@ -32,3 +35,14 @@ class _Compiling:
 
 compiling = _Compiling()
 """Held while graphs are traced and compiled; may be entered again by the thread that holds it."""
+
+
+@contextlib.contextmanager
+def running_eagerly() -> Iterator[None]:
+    """Run a block in the middle of a trace with ``torch.compiler.is_compiling()`` false."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

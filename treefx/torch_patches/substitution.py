@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch._dynamo.exc import RestartAnalysis, Unsupported
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from treefx.torch_patches.patch import is_ours
 
-__all__ = ["Substitute", "substitute_applied", "substitute_called", "wrap_applied", "wrap_called"]
+__all__ = ["Substitute", "retry_where_cut", "substitute_applied", "substitute_called", "wrap_applied", "wrap_called"]
 
 Substitute = Callable[[Any, Any, Any, Any], tuple[Any, list[Any], dict[str, Any]] | None]
 """Function, translator, arguments, keyword arguments -> the call in its place, or None.
@@ -24,6 +25,7 @@ The object of a bound method is its first argument."""
 
 _called: list[Substitute] = []
 _applied: list[Substitute] = []
+_cut: list[Callable[[Any, Any, Any, Any], bool]] = []
 
 
 def substitute_called(substitute: Substitute) -> Substitute:
@@ -38,14 +40,33 @@ def substitute_applied(substitute: Substitute) -> Substitute:
     return substitute
 
 
+def retry_where_cut(may_retry: Callable[[Any, Any, Any, Any], bool]) -> None:
+    """Register a function that decides whether a trace starts over after a call that would cut the graph.
+
+    It gets the called function, the translator, arguments and keyword arguments. If it returns true, a substitute must
+    stand in place of the call in the next trace.
+    """
+    _cut.append(may_retry)
+
+
 def wrap_called() -> None:
-    """Let Dynamo ask the substitutes of functions."""
+    """Let Dynamo ask the substitutes of functions, also where one cannot be traced."""
     original = UserFunctionVariable.call_function
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = _instead(_called, self.fn, tx, [*self.self_args(), *args], kwargs)
-        return original(self, tx, args, kwargs) if found is None else found
+        given = [*self.self_args(), *args]
+        found = _instead(_called, self.fn, tx, given, kwargs)
+        if found is not None:
+            return found
+        start = tx.speculation_log.index
+        try:
+            return original(self, tx, args, kwargs)
+        except Unsupported:
+            if is_ours(tx) and any(retry(self.fn, tx, given, kwargs) for retry in _cut):
+                del tx.speculation_log.entries[start:]  # of the call, which the next trace does not make
+                raise RestartAnalysis(restart_reason="a call that cuts the graph has a substitute") from None
+            raise
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 

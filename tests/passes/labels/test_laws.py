@@ -47,6 +47,7 @@ ELSEWHERE = {
     "placed.masked_scatter": "tests/backend/models/test_images.py",
     "over_ranks.gather_pieces": "tests/scale/test_tensor_parallel_compiled.py",
     "over_ranks.own_piece": "tests/scale/test_tensor_parallel_compiled.py",
+    "token_modules.token_module": "tests/backend/general/test_token_modules.py",
 }
 """Laws of operators that need more than features of one token, and what tests them."""
 
