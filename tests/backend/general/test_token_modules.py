@@ -41,7 +41,8 @@ class Experts(nn.Module):
         mask = F.one_hot(chosen, len(self.weight)).permute(2, 1, 0)
         for expert in mask.sum((-1, -2)).nonzero()[:, 0].tolist():
             choice, token = torch.where(mask[expert])
-            out.index_add_(0, token, F.linear(flat[token], self.weight[expert]).tanh() * scores[token, choice, None])
+            found = F.linear(flat[token], self.weight[expert]).tanh() * scores[token, choice, None]
+            out.index_add_(0, token, found.to(out.dtype))
         return out
 
 

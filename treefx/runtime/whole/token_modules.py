@@ -64,7 +64,7 @@ def is_provable(function: Any, tx: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _run(key: str, names: str, module: nn.Module, hidden: Tensor) -> Any:
-    module.training  # noqa: B018  (a guard: another mode is proved anew)
+    module.training  # noqa: B018  (a guard: another mode has another proof)
     held = [_held(module, name) for name in names.split(_SEPARATOR)]
     return tuple(torch.ops.treefx.token_module([hidden, *held], key))
 
