@@ -133,6 +133,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Starts without proofs: Dynamo comes to each module for the first time."""
     monkeypatch.setattr(token_modules, "_cutting", type(token_modules._cutting)())
     monkeypatch.setattr(token_modules, "_proofs", type(token_modules._proofs)())
+    monkeypatch.setattr(token_modules, "_LIBRARY", "tests.")
     yield
 
 
@@ -146,6 +147,13 @@ def test_a_loop_over_experts_runs_once_per_distinct_token() -> None:
     for seed, (rows, length) in enumerate(((4, 16), (5, 19))):
         batch = shared_batch(rows=rows, length=length, shared=8, vocab=61, padding=None, seed=seed)
         assert_packed(pair.check(batch), distinct_tokens(batch), layers=1)
+
+
+def test_code_of_others_is_not_judged_by_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could miss a branch that only rare values take."""
+    monkeypatch.setattr(token_modules, "_LIBRARY", "transformers.")
+    batch = shared_batch(rows=4, length=16, shared=8, vocab=61, padding=None)
+    assert compare(model(Experts()), batch).stats["fallback"] is not None
 
 
 def test_the_other_mode_and_other_choices_are_those_of_the_call() -> None:

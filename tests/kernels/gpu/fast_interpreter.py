@@ -1,7 +1,7 @@
 """Triton's interpreter without work that it repeats: a third of its processor seconds.
 
 It replaces functions of ``triton.language`` before every launch, and does so again at each call of a device function;
-it makes the table of NumPy's types at each operator, and checks every tensor's shape anew. Results are the same.
+it makes the table of NumPy's types at each operator, and checks every tensor's shape again. Results are the same.
 """
 
 from typing import Any

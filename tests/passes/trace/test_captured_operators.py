@@ -24,11 +24,15 @@ from treefx.passes.cuts import exchange as _exchange  # noqa: F401
 from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.ranks import collectives
 from treefx.passes.trace import changed_inputs, flash, heads, opaque_ops
-"custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",
-"gather_pieces", "head", "head_backward", "library", "library_backward", "library_part", "library_part_backward",
-"library_tree", "library_tree_backward", "part_scan", "part_scan_backward", "row_scan", "row_scan_backward",
-"sum_over_ranks", "token_module", "token_module_backward", "tower", "tree_attention", "tree_attention_backward",
-"tree_scan", "tree_scan_backward",
+from treefx.passes.trace import library_part as _library_part  # noqa: F401
+from treefx.passes.trace import library_tree as _library_tree  # noqa: F401
+
+TAGGED = {
+    "custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",
+    "gather_pieces", "head", "head_backward", "library", "library_backward", "library_part", "library_part_backward",
+    "library_tree", "library_tree_backward", "part_scan", "part_scan_backward", "row_scan", "row_scan_backward",
+    "sum_over_ranks", "token_module", "token_module_backward", "tower", "tree_attention", "tree_attention_backward",
+    "tree_scan", "tree_scan_backward",
 }  # fmt: skip
 OF_A_GROUP = {"own_piece"}
 """Needs a process group, and then reads a slice of a fixed size."""

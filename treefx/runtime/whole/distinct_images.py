@@ -26,7 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Distinct", "ImagesRun", "find_distinct", "images_run", "is_separate", "note_run", "patches_of"]
+__all__ = [
+    "Distinct",
+    "ImagesRun",
+    "find_distinct",
+    "has_hooks",
+    "images_run",
+    "is_separate",
+    "note_run",
+    "patches_of",
+]
 
 _LIBRARY = "transformers."
 _DIMS = range(2, 5)
@@ -174,11 +183,9 @@ def is_separate(
     Hooks other than transformers' see each image, and those of sharded models wait for other ranks: with these, nothing
     is proved.
     """
-    modules = list(model.modules())
-    hooks = [hook for module in modules for name in _HOOKS for hook in getattr(module, name).values()]
-    if any(not str(getattr(hook, "__module__", "")).startswith(_LIBRARY) for hook in hooks):
+    if has_hooks(model):
         return False
-    modes = tuple(module.training for module in modules)
+    modes = tuple(module.training for module in model.modules())
     known = _verdicts.get(model)
     if known is not None and known[0] == modes:
         return known[1]
@@ -188,6 +195,12 @@ def is_separate(
     if verdict is not None:
         _verdicts[model] = modes, verdict
     return verdict is True
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Return whether others than transformers wait for the calls of a model's modules."""
+    hooks = [hook for module in model.modules() for name in _HOOKS for hook in getattr(module, name).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith(_LIBRARY) for hook in hooks)
 
 
 def _prove(

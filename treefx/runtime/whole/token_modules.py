@@ -2,7 +2,7 @@
 
 Many mixtures of experts select tokens by values: they loop over ``nonzero()``, split by ``tolist()``, or call functions
 that forbid tracing. Dynamo then cuts the model in every layer, and no graph but the first gets token ids. Where tracing
-of a module's forward fails and the module has hidden states as its only argument, ``prove_token_module`` runs it on
+fails in a module of transformers that has hidden states as its only argument, ``prove_token_module`` runs it on
 examples. If it computes token by token, Dynamo starts over, and ``treefx::token_module`` stands for the call.
 """
 
@@ -25,6 +25,8 @@ from treefx.runtime.whole.token_proof import prove_token_module
 
 __all__ = ["is_provable", "token_module_instead"]
 
+_LIBRARY = "transformers."
+"""Whose modules are proved. In other code, examples could miss a branch that only rare values take."""
 _SEPARATOR = ";"
 _MOST_MODULES = 4
 """Instances per line of a model that are taken whole: each one compiles the caller's frame again."""
@@ -86,6 +88,8 @@ def _hidden_states(function: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if not isinstance(module, nn.Module) or getattr(args[0], "source", None) is None:
         return None
     if inspect.getattr_static(type(module), "forward", None) is not function:
+        return None
+    if not str(getattr(function, "__module__", "")).startswith(_LIBRARY):
         return None
     given = [item.realize() for item in (*args[1:], *kwargs.values())]
     if len(given) != 1 or not isinstance(given[0], TensorVariable) or (kwargs and not _is_first(function, kwargs)):

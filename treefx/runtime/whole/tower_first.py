@@ -34,13 +34,12 @@ from torch._dynamo.variables.tensor import TensorVariable
 from treefx.kernels.bounded import Bounded
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.passes.trace.heads import copy_graph
+from treefx.runtime.whole.distinct_images import has_hooks
 
 __all__ = ["Tower", "stand_in", "towers_first"]
 
 _Field = int | None | list[int | None] | tuple[int | None, ...]
 """The place of a tensor, or those of a list; None for None."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARY = "transformers."
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def stand_in(
     if not isinstance(module, nn.Module) or source is None or not places or not all(map(_is_untouched, tensors)):
         return None
     others = [x for x in given if not isinstance(x, TensorVariable)]
-    if _has_hooks(module) or not all(x.is_python_constant() for x in others):
+    if has_hooks(module) or not all(x.is_python_constant() for x in others):
         return None
     names = (*[None] * (len(args) - 1), *kwargs)
     values = tuple(None if isinstance(x, TensorVariable) else x.as_python_constant() for x in given)
@@ -191,18 +190,11 @@ def _is_untouched(x: TensorVariable) -> bool:
     example = node.meta.get("example_value")
     if node.op != "placeholder" or node.users or not isinstance(example, Tensor) or example.requires_grad:
         return False
-    return x.proxy.tracer.parent is None and bool(example.shape) and example.shape[0] != 1
+    tracer: Any = x.proxy.tracer
+    return tracer.parent is None and bool(example.shape) and example.shape[0] != 1
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether others than transformers wait for the modules' calls."""
-    hooks = [hook for part in module.modules() for name in _HOOKS for hook in getattr(part, name).values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith(_LIBRARY) for hook in hooks)
-
-
-def _fake_results(
-    tx: Any, call: Callable[[], Any]
-) -> tuple[type, Mapping[str, _Field], Sequence[Tensor]] | None:
+def _fake_results(tx: Any, call: Callable[[], Any]) -> tuple[type, Mapping[str, _Field], Sequence[Tensor]] | None:
     """Return the class, fields and tensors of results, of a call on tensors without values."""
     mode = tx.fake_mode
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # its parameters

@@ -58,7 +58,7 @@ def test_a_hook_of_the_user_sees_each_image() -> None:
 
 @pytest.mark.parametrize("mode", ["frozen tower", "no gradients"])
 def test_modes(mode: str) -> None:
-    """What is recorded in front of the graph is what would be in it."""
+    """The tower records gradients in front of the graph where it would within."""
     model = llava()
     model.model.vision_tower.requires_grad_(mode != "frozen tower")
     compiled = torch.compile(model, backend="treefx", fullgraph=True, options={"inner": "eager", "min_sharing": 1.0})
