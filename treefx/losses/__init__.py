@@ -28,8 +28,9 @@ How terms of rows that share an edge become one term of the edge:
     per row    f reads the whole row: `clipped(level="sequence")`, `dpo`, `ipo`, `kto`, `orpo`, `simpo`. The
                gradient of an edge is the sum over its rows of weight times the gradient of the row.
 
-All but the last are sums over edges and run part by part through ``treefx.backward``. The last raise `CoupledLossError`
-on some of a forest's edges, upon which ``treefx.backward`` runs the parts twice: log-probabilities first.
+All but the last are sums over edges and run part by part through ``treefx.forward_backward``. The last raise
+`CoupledLossError` on some of a forest's edges, and ``treefx.forward_backward`` then runs the parts twice:
+log-probabilities first.
 """
 
 from treefx.losses.metrics import Metrics

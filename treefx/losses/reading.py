@@ -83,7 +83,7 @@ def require_whole(forest: Forest, name: str) -> None:
     if isinstance(forest, EdgeSubset) and len(forest.edges) != len(forest.uncut.edges):
         raise CoupledLossError(
             f"{name} reads whole rows, but was called on {len(forest.edges)} of {len(forest.uncut.edges)} edges; "
-            "call treefx.backward with additive=False, so that it gets the log-probabilities of all of them"
+            "call treefx.forward_backward with additive=False, so that it gets the log-probabilities of all of them"
         )
 
 

@@ -18,8 +18,8 @@ def pad_row(forest: Forest, model: Any) -> EdgeSubset:
     """Return the packed row of a forest, padded to a length that the model's ranks divide.
 
     PyTorch requires equally many tokens on all ranks: otherwise tracing fails, or ranks crash. The padding stands
-    behind the row, is seen by no token and has no edge, so that no loss and no gradient changes. `treefx.backward` pads
-    the parts of a plan by itself.
+    behind the row, is seen by no token and has no edge, so that no loss and no gradient changes.
+    `treefx.forward_backward` pads the parts of a plan by itself.
 
     Args:
         forest: the forest.

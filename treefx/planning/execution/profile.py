@@ -162,7 +162,7 @@ def profile(
     Args:
         compiled: a model compiled by treefx, `inner` "inductor" or "aot_eager".
         forest: the forest to be planned, or one as deep.
-        logprobs, model_kwargs: as for `treefx.backward`.
+        logprobs, model_kwargs: as for `treefx.forward_backward`.
         lengths: tokens of the parts that are measured.
 
     Returns:

@@ -73,7 +73,7 @@ def compare_policies(plan: Plan) -> list[Outcome]:
 def plan_policy(plan: Plan, policy: str) -> list[Plan]:
     """Return plans that carry out a policy.
 
-    Run them one after the other with `treefx.backward`, and add losses and gradients.
+    Run them one after the other with `treefx.forward_backward`, and add losses and gradients.
 
     Args:
         plan: of treefx.
