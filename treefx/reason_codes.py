@@ -158,7 +158,8 @@ TABLE: tuple[ReasonCode, ...] = (
     ),
     _operator(
         "TFX101", "operator without a law",
-        "nothing is proved of how this operator maps tokens to tokens", "write it with operators of PyTorch's own",
+        "nothing is proved of how this operator maps tokens to tokens",
+        "write it with operators of PyTorch's own, or give it a law (docs/tutorials/add-a-law.md)",
         "has no token-wise law",
     ),
     _operator(
@@ -174,14 +175,16 @@ TABLE: tuple[ReasonCode, ...] = (
     ),
     _operator(
         "TFX104", "mixes positions along the tokens",
-        "the operator reads several positions of a row, and no law of causality is known for it",
-        "use operators that have one (padding and slices, causal convolutions, attention), or apply it to the rows "
-        "outside of the model",
+        "the operator reads several positions of a row: it runs on rows, and all behind it too unless it is proved "
+        "causal (contracted in stats['expansions'])",
+        "nothing is lost behind a contracted operator; else read earlier tokens alone, by attention, a causal "
+        "convolution or F.pad(x, (0, 0, 1, 0))[:, :-1], or apply it to the rows outside of the model",
         "mixes positions along", "flattens tokens", "meets attention weights along",
     ),
     _operator(
         "TFX105", "contracts over the tokens",
-        "a product sums over the positions of a row", "keep the dimension of tokens out of the sum",
+        "a product sums over the positions of a row",
+        "write sums over earlier tokens as F.scaled_dot_product_attention(..., is_causal=True) or a causal convolution",
         "contracts over the tokens", "multiplies tokens with", "adds to an attention output inside",
     ),
     _operator(
@@ -333,6 +336,12 @@ TABLE: tuple[ReasonCode, ...] = (
         "a query chooses keys (top-k) by scores that are not proved to be its prefix's alone",
         "mask the scores of later keys and of padding with -inf before topk, along the last dimension",
         "chooses (among|keys)",
+    ),
+    _operator(
+        "TFX136", "reads other rows of the batch",
+        "a value depends on which other rows are in the batch, and a shared token would count once",
+        "remove it, or normalise over features instead of the batch",
+        "reads other rows of the batch",
     ),
     ReasonCode(
         ROWS_BY_INPUTS, "function of the inputs alone",

@@ -168,8 +168,10 @@ def resize(dims: Dims, position: int, size: int) -> Dims:
     """
     position %= len(dims)
     if has_tokens(dims[position]):
-        axes = "/".join(sorted(axis.name.lower() for axis in token_axes((dims[position],))))
-        raise NoLaw(f"mixes positions along the {axes} axis")
+        axes = token_axes((dims[position],))
+        if set(axes) == {Axis.ROW}:
+            raise NoLaw("reads other rows of the batch")
+        raise NoLaw(f"mixes positions along the {'/'.join(sorted(axis.name.lower() for axis in axes))} axis")
     return dims[:position] + (plain(size),) + dims[position + 1 :]
 
 

@@ -82,6 +82,7 @@ EXAMPLES = {
     "TFX133": "the mask is made of numbers that differ each time they are computed: aten.rand.default",
     "TFX134": "is a library's recurrence that has no form along a tree, so the library's function runs on rows",
     "TFX135": "aten.topk.default: chooses among keys that are not proved to be of the past",
+    "TFX136": "aten.mean.dim: reads other rows of the batch",
     "TFX150": "aten.arange.default: computed in full from the inputs alone",
     "TFX151": "aten.gather.default: the loss picks one entry per row and position",
     "TFX201": "under treefx.use(forest) every operator must be token-wise, but aten.cumsum.default reads whole rows",

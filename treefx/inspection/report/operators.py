@@ -211,7 +211,9 @@ def _ran(node: fx.Node, fact: Fact, is_live: bool) -> str:
     first = fact.parts[0] if fact.parts else fact
     if isinstance(fact.law, Contracted):
         return "row"
-    if isinstance(fact.law, Reindexed) or first.kind in (Kind.PACKED, Kind.SCORE):
+    if isinstance(fact.law, Reindexed):  # with a reason: what reads the shifted value runs on rows, from here on
+        return "token" if fact.reason is None else "row"
+    if first.kind in (Kind.PACKED, Kind.SCORE):
         return "token"
     return "batch" if first.kind is Kind.INVARIANT else "row"
 

@@ -104,7 +104,8 @@ def _ran(material: Material) -> str:
 
 def _advice(material: Material, losses: Sequence[Loss]) -> str:
     """Advise on the largest loss, and on rows that came in different calls."""
-    worth = [loss for loss in losses if loss.way_out]
+    contracted = {(item["code"], item["line"]) for item in material.stats["expansions"] if item["contracted"]}
+    worth = [loss for loss in losses if loss.way_out and (loss.flops or (loss.code, loss.line) not in contracted)]
     if worth:
         loss = worth[0]
         what = f"{loss.operator} {loss.reason}" if loss.operator else loss.reason or loss.title
