@@ -103,7 +103,7 @@ def _ran(material: Material) -> str:
 
 
 def _advice(material: Material, losses: Sequence[Loss]) -> str:
-    """Advise on the largest loss, and on rows that came in different calls."""
+    """Advise on the largest loss, on rows that came in different calls, or say what runs on rows at no loss."""
     contracted = {(item["code"], item["line"]) for item in material.stats["expansions"] if item["contracted"]}
     worth = [loss for loss in losses if loss.way_out and (loss.flops or (loss.code, loss.line) not in contracted)]
     if worth:
@@ -117,6 +117,10 @@ def _advice(material: Material, losses: Sequence[Loss]) -> str:
             f"The calls of the last step shared {ratio:.2f} of {possible:.2f} that is possible with all rows in one "
             f"call. Way out: {find(LITTLE_SHARING).way_out} {marked(LITTLE_SHARING)}."
         )
+    alone = next((loss for loss in losses if loss.operator and (loss.code, loss.line) in contracted), None)
+    if alone is not None:
+        at = f" ({alone.line})" if alone.line else ""
+        return f"{alone.operator}{at} is proved causal: it alone runs on rows, and all behind it is packed. Nothing to do."
     return _CONVERTED if material.runs_converted else ""
 
 
