@@ -120,7 +120,9 @@ def _advice(material: Material, losses: Sequence[Loss]) -> str:
     alone = next((loss for loss in losses if loss.operator and (loss.code, loss.line) in contracted), None)
     if alone is not None:
         at = f" ({alone.line})" if alone.line else ""
-        return f"{alone.operator}{at} is proved causal: it alone runs on rows, and all behind it is packed. Nothing to do."
+        return (
+            f"{alone.operator}{at} is proved causal: it alone runs on rows, and all behind it is packed. Nothing to do."
+        )
     return _CONVERTED if material.runs_converted else ""
 
 
