@@ -41,6 +41,7 @@ from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.ranks import collectives as _collectives  # noqa: F401  (registers sums over ranks)
 from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401  (registers as_read)
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
+from treefx.passes.trace import token_modules as _token_modules  # noqa: F401  (registers the operator)
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 
 __all__ = ["CutGraph", "Cutter", "GivenBack", "Ranks", "Run", "StandIn", "add_boundary", "check_operators"]
@@ -60,7 +61,7 @@ _ATTENTION = torch.ops.treefx.tree_attention.default
 _TOKEN_WISE = {
     _ATTENTION, torch.ops.treefx.custom_function.default, operator.getitem, torch.ops.treefx.sum_over_ranks.default,
     torch.ops.treefx.same_on_ranks.default, torch.ops.treefx.gather_pieces.default, torch.ops.treefx.own_piece.default,
-    torch.ops.treefx.as_read.default,
+    torch.ops.treefx.as_read.default, torch.ops.treefx.token_module.default,
 }  # fmt: skip
 _VECTORS = (torch.int32, torch.int32, torch.int64)
 """Dtypes of lo, hi and the boundary's columns."""

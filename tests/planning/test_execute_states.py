@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import treefx
@@ -20,6 +20,7 @@ from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, sta
 from tests.planning.cuts import cut_at, random_cuts
 from tests.planning.parts import SHARED, TRAIN_AND_KV, assert_right_only_without, run, weighted_forest
 from tests.spellings import SPELLINGS
+from treefx.passes.cuts.boundary_kv import check_operators
 from treefx.passes.trace import library_tree
 from treefx.planning.execution import boundary
 from treefx.runtime.cut import Cut
@@ -101,6 +102,16 @@ def test_random_forests(hybrid: Compiled) -> None:
         assert_close(run(compiled, model, random_cuts(forest, seed, share)), expected, FLOAT64)
 
     check()
+
+
+def test_no_state_crosses_between_ranks_that_run_at_once() -> None:
+    """A plan takes the graph that context parallelism refuses."""
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.treefx.tree_scan.default, (*map(graph.placeholder, "qkvgwe"), 64)))
+    gm = fx.GraphModule(nn.Module(), graph)
+    check_operators(gm)
+    with pytest.raises(treefx.UnsupportedError, match="over several ranks.*tree_scan"):
+        check_operators(gm, on_ranks=True)
 
 
 @pytest.mark.zoo

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import treefx
+from tests.backend.native import TakesCacheFlag
 from tests.backend.support import Pair, assert_packed, compare
 from tests.batches import batch_with_forks, distinct_tokens, shared_batch
 from tests.models import TinyLM
+from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of
+from tests.planning.cuts import random_cuts
+from tests.planning.parts import SHARED, run
 from tests.spellings import SPELLINGS
 from treefx.runtime.whole import token_modules
 from treefx.runtime.whole.token_proof import prove_token_module
@@ -187,6 +192,17 @@ def test_refused(kind: type[Experts]) -> None:
     before = torch.get_rng_state()
     assert prove(module, dtype=torch.float64) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_parts_of_a_plan() -> None:
+    """No state crosses: the module runs on the tokens of each part."""
+    torch.manual_seed(2)
+    whole = TakesCacheFlag(model(Experts()))
+    compiled = compile_with(whole, inner="eager")
+    forest = treefx.Forest.from_sequences(SHARED)
+    expected = separate_rows(whole, SHARED, [[1.0] * len(row) for row in SHARED])
+    assert_close(run(compiled, whole, random_cuts(forest, 1, 0.3)), expected, FLOAT64)
+    assert stats_of(compiled)["fallback"] is None
 
 
 def test_what_is_not_proved_stays_exact_and_would_be_wrong_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
