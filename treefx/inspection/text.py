@@ -134,7 +134,7 @@ def describe_step(stats: Mapping[str, Any]) -> Iterator[str]:
         calls += f", {stats['step_repeats']} of them of rows that came before"
     yield f"{calls}: sharing ratio {ratio:.2f}, of {possible:.2f} with all rows in one call"
     if possible > _MUCH_LOST * ratio:
-        yield "rows that share prefixes came in different calls; what keeps them together, as far as a call has room:"
+        yield "rows that share prefixes came in different calls; larger calls hold more, this keeps groups together:"
         yield f"    {line_to_change()}"
 
 

@@ -122,7 +122,7 @@ def _about_module(module: ModuleAccount, asked: Asked) -> str:
     counted = Counter(item.ran for item in inside)
     ran = ", ".join(f"{counted[kind]} {_RAN[kind]}" for kind in _RAN if counted[kind])
     cost = ""
-    if module.flops_before:
+    if module.flops_before and module.flops_after:  # unknown for operators on rows within a packed graph
         before = f" instead of {module.flops_before:,}" if module.flops_after != module.flops_before else ""
         cost = f" Its forward takes {module.flops_after:,} FLOPs{before}."
     folded = f" {len(module.folded)} equal layers have the same account." if module.folded else ""
