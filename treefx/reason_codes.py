@@ -340,8 +340,7 @@ TABLE: tuple[ReasonCode, ...] = (
     _operator(
         "TFX136", "reads other rows of the batch",
         "a value depends on which other rows are in the batch, and a shared token would count once",
-        "remove it, or normalise over features instead of the batch",
-        "reads other rows of the batch",
+        "remove it, or normalise over features instead of the batch", "reads other rows of the batch",
     ),
     ReasonCode(
         ROWS_BY_INPUTS, "function of the inputs alone",
