@@ -10,7 +10,7 @@ gradient of the parameters behind such copies needs the sum over them alone, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.tiles.hosted import together
 
 __all__ = [
+    "OTHER_ORIGIN",
     "Origin",
     "guarded",
     "is_noted",
@@ -28,7 +29,15 @@ __all__ = [
     "note_vectors",
     "numbers_of_vectors",
     "origin_of",
+    "with_origin",
 ]
+
+
+OTHER_ORIGIN = (
+    "values that go from one graph of the model to the next are as they were in the call, but an output that was not "
+    "read then is computed now, and they have been changed or got a hook since; read the output right after the call"
+)
+"""Text of the error where the origin of a value has been lost since the call."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,16 @@ def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
 
     if not x.is_inference():
         _origins[x] = Origin(False, x._version, found)
+
+
+def with_origin(x: Tensor, leaf: Tensor) -> Tensor:
+    """Return a leaf that stands for x, or a view of it that has the origin of x, where one is noted."""
+    origin = origin_of(x)
+    if origin is None:
+        return leaf
+    view = leaf.view_as(leaf)
+    _origins[view] = replace(origin, version=view._version)
+    return view
 
 
 def is_noted(x: Tensor) -> bool:

@@ -28,16 +28,11 @@ from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.scores.conditions import compares_one_value, is_learned, is_met_by_itself
 from treefx.passes.trace.batch_sizes import concrete
-from treefx.runtime.origins import is_noted, origin_of
+from treefx.runtime.origins import OTHER_ORIGIN, is_noted, origin_of
 from treefx.runtime.places import number_places
 from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
 
 __all__ = ["Grid", "Padding"]
-
-_OTHER_ORIGIN = (
-    "values that go from one graph of the model to the next are as they were in the call, but an output that was not "
-    "read then is computed now, and they have been changed or got a hook since; read the output right after the call"
-)
 
 
 class Padding:
@@ -296,7 +291,7 @@ class Grid:
             origin = origin_of(value)
             found = None if origin is None else origin.find()
             if found is None:
-                raise UnsupportedError(_OTHER_ORIGIN)
+                raise UnsupportedError(OTHER_ORIGIN)
             return found
         dims = self._tokens.inputs.get(node, OF_TOKENS)
         in_order = value.dim() == 2 and bool(dims[0]) and dims[0][0].axis is Axis.ROW

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.tiles.hosted import is_on_device, on_host, together
 from treefx.passes.labels.facts import Axis, Dims, Factor, shape_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.laws.placed import Placed
 from treefx.passes.trace.batch_sizes import concrete
-from treefx.runtime.origins import numbers_of_vectors
+from treefx.runtime.origins import OTHER_ORIGIN, numbers_of_vectors
 from treefx.runtime.token_bits import OF_TOKENS, number_tokens
 
 __all__ = ["number_places"]
@@ -42,6 +43,7 @@ def number_places(
         sizes: Values of symbols in the call.
 
     Raises:
+        UnsupportedError: The vectors have changed since the call.
         RuntimeError: There are more places than vectors, which eager mode refuses as well.
     """
     mask: Tensor = value(law.mask)[..., 0]
@@ -60,7 +62,8 @@ def number_places(
             each = elements // features
             given = [value(node) for node in images.inputs]
             image = numbers_of_vectors(given) if images.made else _number_images(given)
-            assert image is not None
+            if image is None:
+                raise UnsupportedError(OTHER_ORIGIN)
             image = image if is_on_device(places) else on_host(image)
             numbers = image[(places // each).clamp(0, len(image) - 1)] * each + places % each
     return torch.where(mask, numbers, -1)

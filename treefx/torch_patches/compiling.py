@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch._dynamo.convert_frame import compile_lock
 
-__all__ = ["compiling", "running_eagerly"]
+__all__ = ["compiling", "keeping_no_casts", "running_eagerly"]
 
 
 class _Compiling:
@@ -46,3 +46,14 @@ def running_eagerly() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def keeping_no_casts() -> Iterator[None]:
+    """Run a block whose casts of weights, fake ones say, no later operator of an enclosing autocast gets."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -24,6 +24,11 @@ def step(model: nn.Module, pixels: Tensor | None = None) -> Tensor:
     return loss
 
 
+def logits(model: nn.Module) -> Tensor:
+    found: Tensor = model(BATCH.input_ids, draw_images(NAMES), BATCH.attention_mask, use_cache=False).logits
+    return found
+
+
 def scaled(factor: float) -> nn.Module:
     model = llava()
     with torch.no_grad():
@@ -54,6 +59,27 @@ def test_a_hook_of_the_user_sees_each_image() -> None:
     stats = Pair(model).check(step).stats
     assert seen[0] == len(NAMES)
     assert stats["images_run"] is None and stats["tokens"] == distinct(BATCH, NAMES)
+
+
+def test_as_trainers_call() -> None:
+    """The last layer of the tower is not read, and has no gradient; padding is read, behind the call.
+
+    A graph of the tower that gave all results would give zeros to that layer, which decay its weights.
+    """
+    pair = Pair(llava(), inner="aot_eager")
+    assert pair.check(step).stats["images_run"] == len({*NAMES})
+    last = pair.model.model.vision_tower.encoder.layers[-1].mlp.fc1.weight
+    assert last.grad is None
+    assert pair.check(lambda model: logits(model).pow(2).mean()).stats["images_run"] == len({*NAMES})
+
+
+def test_autocast() -> None:
+    """The weights that autocast keeps for later operators are real ones."""
+    model = llava().float()
+    compiled = torch.compile(model, backend="treefx", fullgraph=True, options={"inner": "eager", "min_sharing": 1.0})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [step(run, draw_images(NAMES).float()) for run in (compiled, model)]
+    torch.testing.assert_close(*losses, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["frozen tower", "no gradients"])

@@ -18,7 +18,7 @@ from treefx.runtime.call_plan import CallPlan
 from treefx.runtime.kept.given import Given, name_of_input
 from treefx.runtime.kept.marks import watched
 from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
-from treefx.runtime.origins import note_tokens
+from treefx.runtime.origins import note_tokens, with_origin
 from treefx.runtime.output_keys import is_per_token
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
@@ -108,7 +108,8 @@ class Outputs:
             needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
             leaves = [x.detach().requires_grad_() if is_in else x for x, is_in in zip(args, needed, strict=True)]
             with torch.enable_grad(), given.as_called(), self._records.reporting(report):
-                result = self._again(shape, leaves)[position]
+                again = [with_origin(x, y) if is_in else y for x, y, is_in in zip(args, leaves, needed, strict=True)]
+                result = self._again(shape, again)[position]
             inputs = [x for x, is_in in zip(leaves, needed, strict=True) if is_in]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
 

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from treefx.torch_patches.compiling import keeping_no_casts
+
 __all__ = [
     "Distinct",
     "ImagesRun",
@@ -213,7 +215,7 @@ def _prove(
     buffers = [(x, x.detach().clone()) for x in model.buffers()]
     devices = sorted({x.device.index or 0 for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_cuda})
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices):
+        with torch.enable_grad(), torch.random.fork_rng(devices), keeping_no_casts():
             before = _random_states(devices)
             images, pixels = run(pair, lambda x: x.clone().requires_grad_())
             grads = [_gradients(images[i], pixels, both) for i in (0, 1)]

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 
 from treefx.passes.trace.token_modules import ModuleResult, TokenModule, call_module
-from treefx.torch_patches.compiling import running_eagerly
+from treefx.torch_patches.compiling import keeping_no_casts, running_eagerly
 
 __all__ = ["prove_token_module"]
 
@@ -65,7 +65,13 @@ def prove_token_module(
     (device,) = {x.device for x in held.values()}
     example = torch.randn(_ROWS * _COLUMNS, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
-        with unset_fake_temporarily(), running_eagerly(), torch.enable_grad(), _unchanged(module, device):
+        with (
+            unset_fake_temporarily(),
+            running_eagerly(),
+            keeping_no_casts(),
+            torch.enable_grad(),
+            _unchanged(module, device),
+        ):
             return _prove(module, held, example, dims, autocast)
     except (_Refuted, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError):
         return None

@@ -21,8 +21,9 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +36,16 @@ from treefx.kernels.bounded import Bounded
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.passes.trace.heads import copy_graph
 from treefx.runtime.whole.distinct_images import has_hooks
+from treefx.torch_patches.compiling import keeping_no_casts
 
 __all__ = ["Tower", "stand_in", "towers_first"]
 
+_ALL = "all"
+_PER_IMAGE = "pooler_output"
+"""The field that is a tensor, or a list, of one entry per image; lists in other fields have one per layer."""
+_Kept = str | tuple[int, ...]
+"""What of a field is given: all of it, or some entries of a list by layer."""
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Field = int | None | list[int | None] | tuple[int | None, ...]
 """The place of a tensor, or those of a list; None for None."""
 
@@ -68,30 +76,84 @@ class Tower:
 
     Attributes:
         model: It holds the tower; a weak reference.
-        run: Calls the function of a model with all other arguments.
+        original: The function of transformers that is called.
+        compiled: Compiles a function.
+        distinct: Makes a function of images run on the distinct ones, and restore its results for all.
         names: Of the arguments, None for a positional one.
         values: Of the arguments; a tensor is None.
         places: Of the tensors among the arguments.
-        form: The class of the results.
-        fields: By field, the places of its tensors among all of the results.
+        fields: By field of the results, the places of its tensors among all of them.
         results: What these are like, fake tensors.
         modes: Under which it runs.
     """
 
     model: weakref.ref[nn.Module]
-    run: Callable[..., Any]
+    original: Callable[..., Any]
+    compiled: _Decorator
+    distinct: _Decorator
     names: tuple[str | None, ...]
     values: tuple[Any, ...]
     places: tuple[int, ...]
-    form: type
     fields: Mapping[str, _Field]
     results: Sequence[Tensor]
     modes: _Modes
 
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return all tensors of the results for other tensors among the arguments."""
-        result = self.modes.run(_call, self.run, self.model(), self.names, self.values, self.places, given)
-        return _flat(result)[1]
+    def giving(self, taken: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """Return a function of the tensors among the arguments that gives some tensors of the results.
+
+        It computes no other: weights that no loss reads have no gradient, as in eager mode, instead of zeros.
+        """
+        kept = {name: found for name, of in self.fields.items() if (found := _kept(name, of, taken)) is not None}
+        compiled = self.compiled(_function_of(self.original, kept))
+
+        def some(model: Any, *args: Any, **kwargs: Any) -> SimpleNamespace:
+            parts = zip(kept.items(), compiled(model, *args, **kwargs), strict=True)
+            return SimpleNamespace(**{name: _filled(self.fields[name], of, part) for (name, of), part in parts})
+
+        run = self.distinct(some)
+
+        def give(given: Sequence[Tensor]) -> list[Tensor]:
+            result = self.modes.run(_call, run, self.model(), self.names, self.values, self.places, given)
+            found = dict(pair for name in kept for pair in _placed(self.fields[name], getattr(result, name)))
+            return [found[i] for i in taken]
+
+        return give
+
+
+def _kept(name: str, places: _Field, taken: Sequence[int]) -> _Kept | None:
+    """Return what of a field is taken; None for nothing."""
+    if places is None or isinstance(places, int):
+        return _ALL if places in taken else None
+    used = tuple(i for i, place in enumerate(places) if place in taken)
+    return _ALL if used and name == _PER_IMAGE else used or None
+
+
+def _function_of(original: Callable[..., Any], kept: Mapping[str, _Kept]) -> Callable[..., Any]:
+    """Return a function that gives parts of another one's results."""
+
+    def features(model: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        result = original(model, *args, **kwargs)
+        return [result[name] if of == _ALL else [result[name][i] for i in of] for name, of in kept.items()]
+
+    code = features.__code__.replace()  # Dynamo counts compilations by code
+    _IN_FRONT.add(code)
+    return FunctionType(code, features.__globals__, features.__name__, None, features.__closure__)
+
+
+def _filled(places: _Field, of: _Kept, part: Any) -> Any:
+    """Return a field with None for entries that are not given."""
+    if of == _ALL:
+        return part
+    assert isinstance(places, list | tuple) and isinstance(of, tuple)
+    given = dict(zip(of, part, strict=True))
+    return [given.get(i) for i in range(len(places))]
+
+
+def _placed(places: _Field, x: Any) -> Iterator[tuple[int, Tensor]]:
+    """Yield the tensors of a field after their places."""
+    for place, item in [(places, x)] if isinstance(places, int) else zip(places or (), x, strict=True):
+        if place is not None and item is not None:
+            yield place, item
 
 
 def _call(
@@ -108,6 +170,8 @@ def _call(
 
 
 _TOWERS: Bounded[str, Tower] = Bounded(1024)
+_IN_FRONT: set[CodeType] = set()
+"""The code of functions that run a tower in front of a graph; all have equal code."""
 _keys = itertools.count()
 
 
@@ -126,7 +190,12 @@ def _tower_fake(key: str, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stand_in(
-    original: Callable[..., Any], run: Callable[..., Any], tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    original: Callable[..., Any],
+    compiled: _Decorator,
+    distinct: _Decorator,
+    tx: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[Any, list[Any], dict[str, Any]] | None:
     """Return a call of ``treefx::tower`` in place of a model's function.
 
@@ -134,10 +203,13 @@ def stand_in(
 
     Args:
         original: The function as transformers has it.
-        run: Runs it once per distinct image.
+        compiled: Compiles a function.
+        distinct: Makes a function like it run once per distinct image.
         tx: Dynamo's translator.
         args, kwargs: Of the call, the model first, as Dynamo knows them.
     """
+    if tx.f_code in _IN_FRONT:
+        return None
     model, *given = [x.realize() for x in (*args, *kwargs.values())]
     module, source = getattr(model, "value", None), model.source
     places = [i for i, x in enumerate(given) if isinstance(x, TensorVariable)]
@@ -157,7 +229,9 @@ def stand_in(
     install_guard(source.make_guard(GuardBuilder.ID_MATCH))  # another model has another tower
     form, fields, results = found
     key, make = f"tower {next(_keys)}", _maker(form)
-    _TOWERS[key] = Tower(weakref.ref(module), run, names, values, tuple(places), form, fields, results, modes)
+    _TOWERS[key] = Tower(
+        weakref.ref(module), original, compiled, distinct, names, values, tuple(places), fields, results, modes
+    )
 
     def features(*given: Tensor) -> Any:
         found = torch.ops.treefx.tower(key, given)
@@ -199,7 +273,7 @@ def _fake_results(tx: Any, call: Callable[[], Any]) -> tuple[type, Mapping[str, 
     mode = tx.fake_mode
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # its parameters
     try:
-        with mode:
+        with mode, keeping_no_casts():
             result = call()
     except RestartAnalysis:  # hooks were hung on its modules
         raise
@@ -232,8 +306,8 @@ def _flat(result: Mapping[str, Any]) -> tuple[Mapping[str, _Field] | None, list[
 
 # In the backend -------------------------------------------------------------------------------------------------------
 
-_Run = tuple[Tower, list[int], list[int]]
-"""A tower, the inputs that it reads, and which of its results the graph takes."""
+_Run = tuple[Callable[[Sequence[Tensor]], list[Tensor]], list[int]]
+"""What gives the results of a tower that the graph takes, and the inputs that it reads."""
 
 
 def towers_first(
@@ -253,11 +327,12 @@ def towers_first(
         return gm, roles, None
     gm = copy_graph(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
-    last, runs = inputs[-1], list[_Run]()
+    last, runs, count = inputs[-1], list[_Run](), 0
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.tower):
         key, given = node.args
         taken = sorted({user.args[1] for user in node.users if user.users})
-        runs.append((_TOWERS[key], [inputs.index(x) for x in given], taken))
+        runs.append((_TOWERS[key].giving(taken), [inputs.index(x) for x in given]))
+        count += len(taken)
         for i in taken:
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"of_{node.name}_{i}")
@@ -273,6 +348,6 @@ def towers_first(
     gm.recompile()
 
     def run(args: Sequence[Any]) -> list[Any]:
-        return [found[i] for tower, at, taken in runs for found in [tower([args[j] for j in at])] for i in taken]
+        return [x for give, at in runs for x in give([args[i] for i in at])]
 
-    return gm, roles + ["variable"] * sum(len(taken) for *_, taken in runs), run
+    return gm, roles + ["variable"] * count, run

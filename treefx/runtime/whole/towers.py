@@ -54,12 +54,15 @@ def tower_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, 
     if function not in (original, vars(owner)[name]):  # one that a decorator calls
         return None
     compiler = tx.output.compiler_fn
-    compiled = torch._dynamo.optimize(compiler, dynamic=getattr(compiler, "dynamic", None))(original)
+    compiled = torch._dynamo.optimize(compiler, dynamic=getattr(compiler, "dynamic", None))
 
-    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _run_distinct(model, original, compiled, args, kwargs, is_compiled=True)
+    def distinct(run: Callable[..., Any]) -> Callable[..., Any]:
+        def features(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _run_distinct(model, original, run, args, kwargs, is_compiled=True)
 
-    return stand_in(original, run, tx, args, kwargs)
+        return features
+
+    return stand_in(original, compiled, distinct, tx, args, kwargs)
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +87,7 @@ def _run_distinct(
     *,
     is_compiled: bool,
 ) -> Any:
-    """Run a tower on the distinct images; ``run`` is the original function, or its compiled form."""
+    """Run a tower on the distinct images; ``run`` is the original function, or gives some fields of its results."""
     call = _begin(model, original, args, kwargs, is_compiled)
     result = run(model, *call.args, **call.kwargs)
     if not _end(call, result):
