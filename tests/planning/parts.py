@@ -1,17 +1,20 @@
 """What tests of forests in parts share: a model, a weighted forest, plans from no cut to one part per token."""
 
 import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.native import Rows, TakesCacheFlag, random_weights, rollouts
+from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights, rollouts
 from tests.models import TinyLM
-from tests.oracle import FLOAT64, Outcome, assert_close, compile_with, outcome
+from tests.oracle import FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows
 from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
 from tests.spellings import GROUPED, SPELLINGS
 from treefx.planning.execution import boundary
@@ -97,6 +100,24 @@ def plans_of(forest: treefx.Forest) -> list[Plan]:
     everywhere = cut_at(forest, range(forest.num_tokens))
     plans = [uncut(forest), every_node(forest), recomputed, inside_nodes(forest), everywhere]
     return plans + [random_cuts(forest, seed, share) for seed, share in enumerate((0.1, 0.3, 0.6))]
+
+
+def check_drawn_forests(model: nn.Module, compiled: Any, examples: int) -> None:
+    """Drawn forests with drawn cuts and drawn weights, against every row on its own."""
+
+    @settings(max_examples=examples, deadline=None)
+    @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99), share=st.floats(0.05, 1.0))
+    def check(trees: list[Rows], seed: int, share: float) -> None:
+        rows = [row for tree in trees for row in tree]
+        random.Random(seed).shuffle(rows)
+        weights = random_weights(rows, seed)
+        forest = treefx.Forest.from_sequences(rows, weights=weights)
+        expected = separate_rows(model, rows, weights)
+        if all(g is None or not g.any() for g in expected.gradients.values()):
+            return
+        assert_close(run(compiled, model, random_cuts(forest, seed, share)), expected, FLOAT64)
+
+    check()
 
 
 def assert_right_only_without(wrong: Any, got: Outcome, expected: Outcome) -> None:

@@ -1,17 +1,14 @@
 """Parts of a forest through the compiled model: loss and gradients of every row on its own, wherever it is cut."""
 
 import copy
-import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights, rollouts
+from tests.backend.native import TakesCacheFlag, rollouts
 from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, outcome, separate_rows, stats_of
@@ -19,6 +16,7 @@ from tests.planning.cuts import cut_at, every_node, random_cuts, uncut
 from tests.planning.parts import (
     TRAIN_AND_KV,
     Loss,
+    check_drawn_forests,
     plans_of,
     run,
     sft,
@@ -94,20 +92,7 @@ def test_gradient_checkpointing() -> None:
 
 def test_random_forests() -> None:
     model, compiled = tiny("sdpa_enable_gqa", kv_heads=2)
-
-    @settings(max_examples=8)
-    @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99), share=st.floats(0.05, 1.0))
-    def check(trees: list[Rows], seed: int, share: float) -> None:
-        rows = [row for tree in trees for row in tree]
-        random.Random(seed).shuffle(rows)
-        weights = random_weights(rows, seed)
-        forest = treefx.Forest.from_sequences(rows, weights=weights)
-        expected = separate_rows(model, rows, weights)
-        if all(g is None or not g.any() for g in expected.gradients.values()):
-            return
-        assert_close(run(compiled, model, random_cuts(forest, seed, share)), expected, FLOAT64)
-
-    check()
+    check_drawn_forests(model, compiled, 8)
 
 
 def test_first_part_of_one_token() -> None:

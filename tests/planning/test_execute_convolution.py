@@ -1,21 +1,27 @@
 """Convolutions along the tree across cuts: windows that begin in parts above, against every row on its own."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import treefx
-from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights
+from tests.backend.native import TakesCacheFlag
 from tests.mixers import CausalConvolution
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of
 from tests.planning.cuts import cut_at, every_node, random_cuts
-from tests.planning.parts import SHARED, TRAIN_AND_KV, assert_right_only_without, plans_of, run, weighted_forest
+from tests.planning.parts import (
+    SHARED,
+    TRAIN_AND_KV,
+    assert_right_only_without,
+    check_drawn_forests,
+    plans_of,
+    run,
+    weighted_forest,
+)
+from tests.planning.parts import reproducible as reproducible
 from tests.spellings import SPELLINGS
 from treefx.passes.cuts.boundary_windows import find_windows
 from treefx.planning.execution import boundary
@@ -34,17 +40,6 @@ class TwoConvolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         return x + self.second(x.transpose(1, 2))[..., : x.size(1)].transpose(1, 2).tanh()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reproducible() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +62,7 @@ def test_cuts_everywhere(convolving: Compiled) -> None:
 
 def test_random_forests(convolving: Compiled) -> None:
     model, compiled = convolving
-
-    @settings(max_examples=8, deadline=None)
-    @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99), share=st.floats(0.05, 1.0))
-    def check(trees: list[Rows], seed: int, share: float) -> None:
-        rows = [row for tree in trees for row in tree]
-        weights = random_weights(rows, seed)
-        forest = treefx.Forest.from_sequences(rows, weights=weights)
-        expected = separate_rows(model, rows, weights)
-        if all(g is None or not g.any() for g in expected.gradients.values()):
-            return
-        assert_close(run(compiled, model, random_cuts(forest, seed, share)), expected, FLOAT64)
-
-    check()
+    check_drawn_forests(model, compiled, 8)
 
 
 @pytest.mark.zoo

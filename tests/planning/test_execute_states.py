@@ -1,24 +1,29 @@
 """Recurrences across cuts: states that enter parts from parts above, against every row on its own."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import treefx
 from tests.backend.models.test_libraries import MODELS
-from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights
+from tests.backend.native import TakesCacheFlag
 from tests.libraries import CALLS, double_with_libraries
 from tests.mixers import CausalConvolution
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of
 from tests.planning.cuts import cut_at, random_cuts
-from tests.planning.parts import SHARED, TRAIN_AND_KV, assert_right_only_without, run, weighted_forest
+from tests.planning.parts import (
+    SHARED,
+    TRAIN_AND_KV,
+    assert_right_only_without,
+    check_drawn_forests,
+    run,
+    weighted_forest,
+)
+from tests.planning.parts import reproducible as reproducible
 from tests.spellings import SPELLINGS
 from treefx.passes.cuts.boundary_kv import check_operators
 from treefx.passes.trace import library_tree
@@ -56,17 +61,6 @@ class Hybrid(nn.Module):
         return mixed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def reproducible() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def hybrid() -> Compiled:
     torch.manual_seed(0)
@@ -89,19 +83,7 @@ def test_cuts_everywhere(hybrid: Compiled) -> None:
 
 def test_random_forests(hybrid: Compiled) -> None:
     model, compiled = hybrid
-
-    @settings(max_examples=4, deadline=None)
-    @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99), share=st.floats(0.05, 1.0))
-    def check(trees: list[Rows], seed: int, share: float) -> None:
-        rows = [row for tree in trees for row in tree]
-        weights = random_weights(rows, seed)
-        forest = treefx.Forest.from_sequences(rows, weights=weights)
-        expected = separate_rows(model, rows, weights)
-        if all(g is None or not g.any() for g in expected.gradients.values()):
-            return
-        assert_close(run(compiled, model, random_cuts(forest, seed, share)), expected, FLOAT64)
-
-    check()
+    check_drawn_forests(model, compiled, 4)
 
 
 def test_no_state_crosses_between_ranks_that_run_at_once() -> None:
