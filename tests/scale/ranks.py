@@ -5,6 +5,7 @@ Python's hashes; ``test_launchers.py`` starts interpreters.
 """
 
 import atexit
+import faulthandler
 import functools
 import gc
 import json
@@ -41,7 +42,7 @@ def run_ranks(
     server.stdin.write(json.dumps([module, worker, calls, seconds]) + "\n")
     server.stdin.flush()
     failed = json.loads(server.stdout.readline())
-    assert failed is None, f"rank {failed}: {(folder / f'{failed}.txt').read_text()[-3000:]}"
+    assert failed is None, f"rank {failed[0]} {failed[1]}: {(folder / f'{failed[0]}.txt').read_text()[-3000:]}"
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
@@ -65,14 +66,14 @@ def end(server: subprocess.Popen[str]) -> None:
 
 
 def serve() -> None:
-    """Fork the ranks of every line; answer with the first that failed or outlasted its seconds."""
+    """Fork the ranks of every line; answer with the first that failed or outlasted its seconds, and how."""
     warm()
     for line in sys.stdin:
         module, worker, calls, seconds = json.loads(line)
-        ranks = [fork(module, worker, call) for call in calls]
+        ranks = [fork(module, worker, call, seconds) for call in calls]
         end = time.monotonic() + seconds
-        failed = next((rank for rank, pid in enumerate(ranks) if not ended_well(pid, end)), None)
-        for pid in ranks[failed:] if failed is not None else ():
+        failed = next(((rank, how) for rank, pid in enumerate(ranks) if (how := failure(pid, end))), None)
+        for pid in ranks[failed[0] :] if failed is not None else ():
             stop(pid)
         print(json.dumps(failed), flush=True)
 
@@ -91,14 +92,16 @@ def warm() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
-def fork(module: str, worker: str, call: Sequence[Any]) -> int:
-    """A process that runs one rank; it writes to a file what it prints, which also threads of C++ do."""
+def fork(module: str, worker: str, call: Sequence[Any], seconds: float) -> int:
+    """A process that runs one rank. A file gets what it prints, also from C++, and where it crashes or hangs."""
     if pid := os.fork():
         return pid
     rank, _, folder, *_ = call
     with (Path(folder) / f"{rank}.txt").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
+    faulthandler.dump_traceback_later(0.9 * seconds, file=2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # runs in the background ignore it
     status = 1
     try:
@@ -111,14 +114,15 @@ def fork(module: str, worker: str, call: Sequence[Any]) -> int:
     os._exit(status)
 
 
-def ended_well(pid: int, end: float) -> bool:
-    """Whether a process exits in time, and with 0."""
+def failure(pid: int, end: float) -> str | None:
+    """How a process failed: by a signal, with a status, or not in time; None when it exits with 0."""
     while time.monotonic() < end:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
-            return status == 0
+            code = os.waitstatus_to_exitcode(status)
+            return None if code == 0 else f"exited with {code}" if code > 0 else f"ended by signal {-code}"
         time.sleep(0.02)
-    return False
+    return "did not end in time"
 
 
 def stop(pid: int) -> None:
