@@ -39,7 +39,6 @@ def stats(model: Any) -> dict[str, Any]:
         ("mtp_num_layers", 1, "multi-token prediction"),
         ("moe_expert_capacity_factor", 1.0, "use None"),
         ("moe_input_jitter_eps", 0.1, "noise"),
-        ("moe_enable_routing_replay", True, "use False"),
         ("cuda_graph_impl", "local", "'none'"),
         ("fp8", "hybrid", "bf16"),
         ("attention_dropout", 0.1, "use 0"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import treefx
 from tests.oracle import FLOAT64
 from tests.scale.ranks import run_ranks
-from tests.trainers.megatron import engine
+from tests.trainers.megatron import engine, routes
 from treefx.errors import UnsupportedError
 from treefx.integrations.megatron import convert, unconvert
 
@@ -52,7 +52,21 @@ def tensor_cases(rank: int) -> Iterator[tuple[str, float]]:
     yield "sequence, losses of labels", compared({**SEQUENCE, "parallel_output": True}, alone_losses, packed_losses)
     yield "sequence, experts", compared({**SEQUENCE, **engine.EXPERTS}, alone, packed)
     yield "sequence, latent", compared({**SEQUENCE, **engine.KINDS["latent"]}, alone, packed)
+    yield "sequence, replayed routes", replayed(SEQUENCE, rank)
     yield "sequence, losses of experts", compared({**SEQUENCE, **COUNTED, **RECOMPUTED}, even, even)
+
+
+def replayed(options: dict[str, Any], rank: int) -> float:
+    """As `compared`, where each rank hands its routers the routes of its positions; also of what they record."""
+    given, model = routes.draw(ROWS), routes.model(**options)
+    want = routes.separately(model, ROWS, given, rank, 2)
+    found = engine.differ(routes.packed(convert(model), ROWS, given, rank, 2), want)
+    recorded = []
+    for change in (unconvert, convert):
+        routes.set_action("record")
+        engine.padded(change(model), [row[:4] for row in ROWS])
+        recorded.append([module.router_replay.recorded_topk_idx for module in routes.routers(model)])
+    return found if all(map(torch.equal, *recorded)) else float("inf")
 
 
 def alone_losses(model: Any) -> Any:
@@ -165,5 +179,5 @@ def worker(rank: int, port: int, folder: str) -> None:
 
 def test_ranks_are_exact(tmp_path: Path) -> None:
     for errors in run_ranks(__name__, tmp_path, seconds=200):
-        assert len(errors) == 17
+        assert len(errors) == 18
         assert {case: error for case, error in errors.items() if not error < FLOAT64} == {}

@@ -17,7 +17,7 @@ recomputation.
 
 Order of imports, each only of what stands before an arrow::
 
-    tree, rows, facts -> attention, head -> refusals, routers -> conversion
+    tree, rows, facts -> attention, head -> refusals, routers -> replay -> conversion
 """
 
 from importlib import import_module

@@ -21,7 +21,8 @@ from treefx.integrations.megatron.facts import (
 )
 from treefx.integrations.megatron.head import Pairs, expand_hidden, find_pairs, on_rows
 from treefx.integrations.megatron.refusals import check
-from treefx.integrations.megatron.routers import RowRouting, counts_tokens, has_losses
+from treefx.integrations.megatron.replay import ReplayedRouting, replays, routes_to_replay
+from treefx.integrations.megatron.routers import Routing, RowRouting, counts_tokens, has_losses
 from treefx.integrations.megatron.rows import Rows, read_rows
 from treefx.integrations.megatron.tree import Tree, Trees, first_places
 from treefx.kernels.lasting import lasting
@@ -144,7 +145,12 @@ class _Conversion:
         for core in self._cores:
             core.core.forward = core
         routers = [module for module in model.decoder.modules() if hasattr(module, "is_aux_loss_enabled")]
-        self._routers = [RowRouting(router, self._trees) for router in routers if counts_tokens(router)]
+        self._replaying = [router for router in routers if replays(router)]
+        self._routers: list[Routing] = [
+            (RowRouting if counts_tokens(router) else ReplayedRouting)(router, self._trees)
+            for router in routers
+            if counts_tokens(router) or replays(router)
+        ]
         for routing in self._routers:
             routing.router.routing = routing
         check_recomputation(model.config, self._routers)
@@ -178,14 +184,12 @@ class _Conversion:
     def _pack(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments that change; None for a call that runs as it came."""
         rows = read_rows(given, self._reads_packed)
-        reason = rows if isinstance(rows, Reason) else self._doubt(rows, given)
-        if reason is not None or isinstance(rows, Reason):
-            assert reason is not None
-            self._require_rows(reason)
-            self._agree(None)
-            self._note_rows(given, reason)
+        keys = self._keys(rows, given)
+        if isinstance(rows, Reason) or isinstance(keys, Reason):
+            assert isinstance(keys, Reason)
+            self._run_rows(given, keys)
             return None
-        batch = self._plan(rows, given)
+        batch = self._plan(rows, keys)
         if batch is None:
             return None
         tree = self._tree(rows, batch, given.get("padding_mask"))
@@ -239,15 +243,28 @@ class _Conversion:
             return Reason(Cause.INPUT, f"the call has {rows.ids.shape[1]} columns for {self._ranks} ranks")
         return None
 
-    def _require_rows(self, reason: Reason) -> None:
-        """Stages of a pipeline decide alike, so each of them must have read the rows."""
+    def _run_rows(self, given: Mapping[str, Any], reason: Reason) -> None:
+        """Leave a call as it came. Stages of a pipeline decide alike, so each of them must have read the rows."""
         if getattr(self._model.config, "pipeline_model_parallel_size", 1) > 1 and reason.cause is Cause.INPUT:
             raise UnsupportedError(_STAGE.format(reason.text))
+        self._agree(None)
+        self._note_rows(given, reason)
 
-    def _plan(self, rows: Rows, given: Mapping[str, Any]) -> Batch | None:
+    def _keys(self, rows: Rows | Reason, given: Mapping[str, Any]) -> list[Tensor] | Reason:
+        """What tells tokens apart, [B, T] each; or why the call runs as it came."""
+        reason = rows if isinstance(rows, Reason) else self._doubt(rows, given)
+        if reason is not None or isinstance(rows, Reason):
+            assert reason is not None
+            return reason
+        routes = routes_to_replay(self._replaying, rows.ids.shape, self._is_split)
+        if isinstance(routes, Reason):
+            return routes
+        positions = [given["position_ids"].expand_as(rows.ids)] if self._reads_positions() else []
+        return [rows.ids, *positions, *([] if routes is None else [routes])]
+
+    def _plan(self, rows: Rows, keys: list[Tensor]) -> Batch | None:
         """The trie of a call; None if it shares too little."""
         ids = rows.ids
-        keys = [ids, given["position_ids"].expand_as(ids)] if self._reads_positions() else [ids]
         batch = pad_batch(build_batch(keys, rows.keep, None, rows.starts), self._ranks)
         raw = ids.numel() if rows.keep is None else int(rows.keep.sum())
         shares = shares_enough(raw, batch.tokens, self.config.min_sharing)

@@ -56,5 +56,6 @@ def check_recomputation(config: Any, routers: Collection[Any]) -> None:
     if routers and ("moe" in selected or getattr(config, "moe_layer_recompute", False)):
         raise UnsupportedError(
             "treefx cannot run this Megatron model on a tree: recompute_modules with 'moe' runs routers that count "
-            "their tokens (auxiliary losses, expert biases) outside of their layer; use recompute_granularity='full'"
+            "their tokens (auxiliary losses, expert biases) or replay routes outside of their layer; use "
+            "recompute_granularity='full'"
         )

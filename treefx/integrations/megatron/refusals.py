@@ -51,7 +51,6 @@ _CONFIG: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_input_jitter_eps", lambda x: x is not None, "the router's noise differs between equal tokens; use None"),
     ("moe_router_force_load_balancing", bool, "routes are random; use False"),
     ("moe_router_force_biased", lambda x: x is not None, "routes are random; use None"),
-    ("moe_enable_routing_replay", bool, "replayed routes come per position and not per distinct token; use False"),
     ("cuda_graph_impl", lambda x: x not in (None, "none"), "a CUDA graph has one number of tokens; use 'none'"),
     ("enable_cuda_graph", bool, "a CUDA graph has one number of tokens; use False"),
     ("external_cuda_graph", bool, "a CUDA graph has one number of tokens; use False"),
@@ -77,7 +76,7 @@ def _of_config(model: Any) -> Iterator[str]:
             yield f"{name}={value}: {reason}"
     if model.position_embedding_type == "mrope":
         yield "position_embedding_type='mrope': its positions have three planes; train the text model alone"
-    stages = getattr(config, "pipeline_model_parallel_size", 1)
+    stages = _stages(config)
     if stages > 1 and not config.variable_seq_lengths:
         yield "variable_seq_lengths=False: stages exchange as many tokens as a call has distinct ones; use True"
     if stages > 1 and not len(model.decoder.layers):
@@ -86,6 +85,10 @@ def _of_config(model: Any) -> Iterator[str]:
         yield "apply_rope_fusion=True: MLA then reads cached sines and cosines by row; use False"
     if getattr(model, "mtp_process", False):
         yield "multi-token prediction: it predicts across rows; build the model without mtp_block_spec"
+
+
+def _stages(config: Any) -> int:
+    return int(getattr(config, "pipeline_model_parallel_size", 1))
 
 
 def _of_modules(model: Any, tokenwise: Collection[str]) -> Iterator[str]:
@@ -97,6 +100,8 @@ def _of_modules(model: Any, tokenwise: Collection[str]) -> Iterator[str]:
             continue
         if getattr(module, "routing_replay", None) is not None:
             yield f"{name} replays routes, which come per position and not per distinct token; turn routing replay off"
+        if getattr(module, "router_replay", None) is not None and _stages(model.config) > 1:
+            yield f"{name} replays routes, which other pipeline stages do not know; use pipeline_model_parallel_size=1"
         if isinstance(module, nn.Dropout) and module.p:
             yield f"{name} is dropout, which differs between equal tokens; set its rate to 0"
         if bases & closed:

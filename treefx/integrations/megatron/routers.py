@@ -19,7 +19,7 @@ from torch import Tensor
 from treefx.integrations.megatron.head import across_ranks, expand_hidden
 from treefx.integrations.megatron.tree import Trees
 
-__all__ = ["RowRouting", "counts_tokens", "has_losses"]
+__all__ = ["Routing", "RowRouting", "counts_tokens", "has_losses", "same"]
 
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _BY_ALL_TOKENS = ("sinkhorn", "quantile_balancing")
@@ -50,8 +50,8 @@ def has_losses(config: Any) -> bool:
     )
 
 
-class RowRouting:
-    """Stands for the ``routing`` of a router that counts tokens.
+class Routing:
+    """Stands for the ``routing`` of a router.
 
     Args:
         router: A TopKRouter.
@@ -59,21 +59,9 @@ class RowRouting:
     """
 
     def __init__(self, router: Any, trees: Trees) -> None:
-        self.router, self._trees, self._routing = router, trees, router.routing
+        self.router, self.trees, self.own_routing = router, trees, router.routing
+        self.is_split = bool(router.config.sequence_parallel)
         self._own = router.__dict__.get("routing")
-
-    def __call__(self, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor]:
-        tree = self._trees.now
-        if tree is None:
-            found: tuple[Tensor, Tensor] = self._routing(logits, padding_mask=padding_mask, **others)
-            return found
-        is_split = bool(self.router.config.sequence_parallel)
-        gather, scatter = across_ranks() if is_split else (_same, _same)
-        hidden = None if tree.padding_mask is None else scatter(tree.padding_mask.t().contiguous())
-        rows = expand_hidden(logits, tree.token_TB, is_split)
-        probs, chosen = self._routing(rows, padding_mask=hidden, **others)
-        first_probs = scatter(gather(probs)[tree.first_N])
-        return first_probs, scatter(gather(chosen.to(probs.dtype))[tree.first_N]).to(chosen.dtype)
 
     def remove(self) -> None:
         """Give the router its own routing back."""
@@ -82,5 +70,22 @@ class RowRouting:
             self.router.routing = self._own
 
 
-def _same(x: Tensor) -> Tensor:
+class RowRouting(Routing):
+    """Stands for the ``routing`` of a router that counts tokens."""
+
+    def __call__(self, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor]:
+        tree = self.trees.now
+        if tree is None:
+            found: tuple[Tensor, Tensor] = self.own_routing(logits, padding_mask=padding_mask, **others)
+            return found
+        gather, scatter = across_ranks() if self.is_split else (same, same)
+        hidden = None if tree.padding_mask is None else scatter(tree.padding_mask.t().contiguous())
+        rows = expand_hidden(logits, tree.token_TB, self.is_split)
+        probs, chosen = self.own_routing(rows, padding_mask=hidden, **others)
+        first_probs = scatter(gather(probs)[tree.first_N])
+        return first_probs, scatter(gather(chosen.to(probs.dtype))[tree.first_N]).to(chosen.dtype)
+
+
+def same(x: Tensor) -> Tensor:
+    """Return a value as it is, where no ranks split it."""
     return x
