@@ -251,7 +251,7 @@ class _Conversion:
         self._note_rows(given, reason)
 
     def _keys(self, rows: Rows | Reason, given: Mapping[str, Any]) -> list[Tensor] | Reason:
-        """What tells tokens apart, [B, T] each; or why the call runs as it came."""
+        """Values that tokens differ by, [B, T] each; or why the call runs as it came."""
         reason = rows if isinstance(rows, Reason) else self._doubt(rows, given)
         if reason is not None or isinstance(rows, Reason):
             assert reason is not None

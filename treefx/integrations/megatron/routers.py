@@ -87,5 +87,5 @@ class RowRouting(Routing):
 
 
 def same(x: Tensor) -> Tensor:
-    """Return a value as it is, where no ranks split it."""
+    """Return a value unchanged, where no ranks split it."""
     return x
