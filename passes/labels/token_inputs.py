@@ -1,8 +1,9 @@
 """The token axes of a graph, and the inputs that hold values of every token.
 
 Such an input distinguishes tokens where an operator reads it that runs once per token: ids, masks, positions and types
-of tokens [B, T], recorded expert routes [B, T, layers, k], vectors [B, T, D], planes of positions [k, B, T]. Whichever
-dimensions are taken for rows and columns, a law that pairs them with others finds out; a wrong guess costs sharing.
+of tokens [B, T], recorded expert routes [B, T, layers, k] or [B * T, k], vectors [B, T, D], planes of positions
+[k, B, T]. Whichever dimensions are taken for rows and columns, a law that pairs them with others finds out; a wrong
+guess costs sharing.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _dims_of_tokens(node: fx.Node, rows: int, columns: int) -> Dims | None:
-    """Return the dimensions of an input [B, T, ...] or [k, B, T]; else None.
+    """Return the dimensions of an input [B, T, ...], [k, B, T] or [B * T, k, ...]; else None.
 
     Masks [.., T, T] give None.
     """
@@ -116,7 +117,7 @@ def _dims_of_tokens(node: fx.Node, rows: int, columns: int) -> Dims | None:
         return (row, token, *plain_dims(shape[2:]))
     if len(shape) == 3 and _is_same(shape[1], rows) and _is_same(shape[2], columns):
         return (*plain_dims(shape[:1]), row, token)
-    return None
+    return ((*row, *token), *plain_dims(shape[1:])) if _is_same(shape[0], rows * columns) else None
 
 
 def _is_mask(node: fx.Node, columns: int) -> bool:

@@ -294,6 +294,8 @@ class Grid:
                 raise UnsupportedError(OTHER_ORIGIN)
             return found
         dims = self._tokens.inputs.get(node, OF_TOKENS)
+        if dims[0] and len(dims[0]) > 1:  # [B * T, k]
+            value, dims = value.unflatten(0, (self.rows, self.columns)), (*OF_TOKENS, *dims[1:])
         in_order = value.dim() == 2 and bool(dims[0]) and dims[0][0].axis is Axis.ROW
         own = in_order and value.dtype in OWN_NUMBERS
         return [value.detach() if own else number_tokens(value, dims)]

@@ -1,4 +1,7 @@
-"""Router replay: the experts of each token, recorded where it was sampled, come with the batch as [B, T, layers, k]."""
+"""Router replay: the experts of each token, recorded where it was sampled, come with the batch.
+
+As [B, T, layers, k], or as the routers read them, [B * T, layers, k].
+"""
 
 from typing import Any
 
@@ -26,7 +29,7 @@ class ReplayedRouter(nn.Module):
         logits = nn.functional.linear(hidden.flatten(0, -2), self.weight)
         routes = self.given[0]
         assert routes is not None
-        chosen = routes[:, :, self.layer].flatten(0, 1).long()
+        chosen = routes.flatten(0, -3)[:, self.layer].long()
         weights = logits.softmax(-1).gather(-1, chosen)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
@@ -84,7 +87,8 @@ def test_replay(name: str, padding: Side | None) -> None:
     batch = shared_batch(rows=6, length=16, shared=8, padding=padding)
     model = zoo(name, num_hidden_layers=LAYERS)
     routes = record(model, batch)
-    checked = compare(Replayed(model), lambda m: m(routes, **batch.inputs()))
+    given = routes.flatten(0, 1) if padding is None else routes
+    checked = compare(Replayed(model), lambda m: m(given, **batch.inputs()))
     assert_packed(checked, distinct(batch, routes), layers=LAYERS)
     assert checked.stats["sharing_ratio"] > 1.1 and not checked.stats["expansions"]
     routers = [error for name, error in checked.errors.items() if name.endswith("gate.weight")]
