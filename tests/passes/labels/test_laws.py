@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.backend.small import Small
-from tests.backend.support import assert_packed
+from tests.backend.support import Pair, assert_packed
 from tests.batches import distinct_tokens, shared_batch
 from tests.oracle import compare
 from tests.passes.labels.programs import PROGRAMS, Program
@@ -50,6 +50,8 @@ ELSEWHERE = {
     "token_modules.token_module": "tests/backend/general/test_token_modules.py",
 }
 """Laws of operators that need more than features of one token, and what tests them."""
+NAMES, STACK = list(PROGRAMS), 12
+"""Programs in one model: each has its own labels and weight, and one compilation does for all."""
 
 
 @pytest.fixture
@@ -71,23 +73,31 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Analysis], list
     yield found
 
 
-def model_of(name: str) -> Small:
-    return Small(SPELLINGS["sdpa_is_causal"], before=Program(name)).double()
+class Programs(torch.nn.Module):
+    """The sum of several programs of the same tokens."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.programs = torch.nn.ModuleList(map(Program, names))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([program(x) for program in self.programs]).sum(0)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs_on_distinct_tokens(name: str, made: tuple[list[Analysis], list[Rewritten]]) -> None:
-    model = model_of(name)
+@pytest.mark.parametrize("names", [NAMES[i : i + STACK] for i in range(0, len(NAMES), STACK)], ids=", ".join)
+def test_programs_run_on_distinct_tokens(names: list[str], made: tuple[list[Analysis], list[Rewritten]]) -> None:
+    pair = Pair(Small(SPELLINGS["sdpa_is_causal"], before=Programs(names)).double())
     for batch in BATCHES:
-        checked = compare(model, batch, inner="eager")
+        checked = pair.check(batch)
         assert_packed(checked, distinct_tokens(batch))
         assert checked.stats["expansions"] == []
     analysed, rewritten = made
-    text = f"{labels_of(analysed[0].gm)}\n--\n{operators_of(rewritten[0].gm)}\n"
-    if os.environ.get("TREEFX_ACCEPT"):
-        write(name, text)
-    elif torch.__version__.startswith(TORCH):
-        assert text == read()[name]
+    for number, name in enumerate(names):
+        text = f"{labels_of(analysed[0].gm, number)}\n--\n{operators_of(rewritten[0].gm, number)}\n"
+        if os.environ.get("TREEFX_ACCEPT"):
+            write(name, text)
+        elif torch.__version__.startswith(TORCH):
+            assert text == read()[name]
 
 
 def test_every_law_has_a_program() -> None:
@@ -102,20 +112,20 @@ def test_every_law_has_a_program() -> None:
     assert all(Path(file).is_file() for file in ELSEWHERE.values())
 
 
-def labels_of(gm: fx.GraphModule) -> str:
-    """The operators of the program, and the labels of their results."""
+def labels_of(gm: fx.GraphModule, number: int) -> str:
+    """The operators of one program, and the labels of their results."""
     lines = []
-    for node in of_program(gm):
+    for node in of_program(gm, number):
         fact = fact_of(node)
         dims = "" if fact.dims is None else ", ".join("*".join(map(str, dim)) or "1" for dim in fact.dims)
         lines.append(f"{name_of(node)}: {fact.kind.value} [{dims}]")
     return "\n".join(lines)
 
 
-def operators_of(gm: fx.GraphModule) -> str:
-    """The operators that stand for the program, and the sizes of their results; N is the number of tokens."""
+def operators_of(gm: fx.GraphModule, number: int) -> str:
+    """The operators that stand for one program, and the sizes of their results; N is the number of tokens."""
     lines = []
-    for node in of_program(gm):
+    for node in of_program(gm, number):
         lines.append(f"{name_of(node)}: " + re.sub(r"\b[su]\d+\b", "N", sizes_of(node.meta.get("val"))))
     return "\n".join(lines)
 
@@ -126,10 +136,10 @@ def sizes_of(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else str(value)
 
 
-def of_program(gm: fx.GraphModule) -> Iterator[fx.Node]:
+def of_program(gm: fx.GraphModule, number: int) -> Iterator[fx.Node]:
     for node in gm.graph.nodes:
         modules = node.meta.get("nn_module_stack", {}).values()
-        if node.op == "call_function" and any(kind in (Program, Program.__name__) for _, kind in modules):
+        if node.op == "call_function" and any(path.endswith(f".programs.{number}") for path, _ in modules):
             yield node
 
 
@@ -169,24 +179,29 @@ ALONG_ROWS = {
 
 
 class AlongRows(torch.nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.name = name
+        self.names = names
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + ALONG_ROWS[self.name][1](x)
+        return x + torch.stack([ALONG_ROWS[name][1](x) for name in self.names]).sum(0)
+
+
+def along_rows(*names: str) -> Small:
+    return Small(SPELLINGS["sdpa_is_causal"], after=AlongRows(*names)).double()
+
+
+def test_what_reads_other_tokens_is_exact() -> None:
+    pair = Pair(along_rows(*ALONG_ROWS))
+    for batch in BATCHES:
+        assert pair.check(batch).stats["expansions"]
 
 
 @pytest.mark.parametrize("name", ALONG_ROWS)
-def test_what_reads_other_tokens_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And would not be, if its operator had the law of those that work element by element."""
-    model = Small(SPELLINGS["sdpa_is_causal"], SPELLINGS["sdpa_is_causal"], after=AlongRows(name)).double()
-    target = ALONG_ROWS[name][0]
-    ran = [str(node.target) for node in make_fx(ALONG_ROWS[name][1])(torch.zeros(2, 3, 4)).graph.nodes]
+def test_with_a_law_of_single_tokens_it_would_be_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, program = ALONG_ROWS[name]
+    ran = [str(node.target) for node in make_fx(program)(torch.zeros(2, 3, 4)).graph.nodes]
     assert str(target) in ran, ran
-    for batch in BATCHES:
-        assert compare(model, batch, inner="eager").stats["expansions"]
     monkeypatch.setitem(_LAWS, (target, None), pointwise)
-    torch._dynamo.reset()
-    with pytest.raises(AssertionError):
-        compare(model, BATCHES[0], inner="eager")
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(along_rows(name), BATCHES[0], inner="eager")
