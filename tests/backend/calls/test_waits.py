@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.backend.models import test_blocks, test_images, test_vision_towers
 from tests.backend.models.vision import TinyVLM, draw_images, qwen3_vl
 from tests.backend.small import Small
-from tests.backend.support import compile_with
+from tests.backend.support import compile_with, in_case
 from tests.batches import Batch, shared_batch
 from tests.oracle import Step, loss_of, outcome, relative_errors, stats_of, zero_gradients
 from tests.spellings import PADDED, SPELLINGS
@@ -109,25 +109,29 @@ def fresh(seed: int, padding: Any = "right") -> Batch:
     return shared_batch(rows=4, length=11, shared=5, vocab=61, padding=padding, seed=seed)
 
 
-def planned(spelling: str, monkeypatch: pytest.MonkeyPatch, moved: bool, padding: Any) -> StandIn:
-    """Train three fresh batches on one compilation, and compare the gradients with eager mode's."""
+def planned(spelling: str, monkeypatch: pytest.MonkeyPatch, padding: Any) -> Iterator[StandIn]:
+    """Train six fresh batches on one compilation, and compare the gradients with eager mode's.
+
+    Yield the device after three batches, and another after three that a trainer has moved.
+    """
     torch.manual_seed(0)
     model = Small({**SPELLINGS, **PADDED}[spelling]).double()
     compiled = compile_with(model, min_sharing=1.0)
     loss_of(fresh(0, padding))(compiled)
-    device = StandIn()
-    for seed in (1, 2, 3):
-        batch = fresh(seed, padding)
-        expected = outcome(model, lambda batch=batch: loss_of(batch)(model))
-        with planned_on(device, monkeypatch):
-            there = Batch(**{name: value.clone() for name, value in batch.inputs().items()}, **_absent(batch))
-            device.place(there.inputs())
-            if moved:
-                remember_moved(batch.inputs(), there.inputs())
-            got = outcome(model, lambda there=there: loss_of(there)(compiled))
-        assert max(relative_errors(got, expected).values()) < 1e-10
-        assert stats_of(compiled)["ran"] == "packed"
-    return device
+    for seeds in ((1, 2, 3), (4, 5, 6)):
+        device = StandIn()
+        for seed in seeds:
+            batch = fresh(seed, padding)
+            expected = outcome(model, lambda batch=batch: loss_of(batch)(model))
+            with planned_on(device, monkeypatch):
+                there = Batch(**{name: value.clone() for name, value in batch.inputs().items()}, **_absent(batch))
+                device.place(there.inputs())
+                if seed > 3:
+                    remember_moved(batch.inputs(), there.inputs())
+                got = outcome(model, lambda there=there: loss_of(there)(compiled))
+            assert max(relative_errors(got, expected).values()) < 1e-10
+            assert stats_of(compiled)["ran"] == "packed"
+        yield device
 
 
 OF_GROUP, PER_ROW = "one image per group", "an image per row"
@@ -139,6 +143,8 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Step]]] = {
     ),
     "blocks": (lambda: test_blocks.Blocked("patches").double(), lambda seed: test_blocks.step_of(fresh(seed))),
 }
+MOST = {"large": 0, "small": 1 << 20}
+"""Elements of a small tensor, so that all others are large or none is."""
 
 
 def of_images(case: str) -> Step:
@@ -146,23 +152,33 @@ def of_images(case: str) -> Step:
     return test_images.step_of(batch, draw_images(names))
 
 
-@pytest.mark.parametrize("most", [0, 1 << 20], ids=["large", "small"])
-@pytest.mark.parametrize("name", STEPS)
-def test_values_of_other_kinds_meet_in_one_place(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("a tower in front of a cut", ("large", "small")),
+        *((name, (size,)) for name in ("images", "blocks") for size in MOST),
+    ],
+)
+def test_values_of_other_kinds_meet_in_one_place(
+    name: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pixels and vectors that stay on the device, next to ids on the host; small ones come to the host."""
-    monkeypatch.setattr(hosted, "_MOST_OTHERS", most)
     make, step = STEPS[name]
     model = make()
-    compiled, device = compile_with(model, min_sharing=1.0), StandIn()
+    compiled = compile_with(model, min_sharing=1.0)
     step(0)(compiled)
-    for seed in (1, 2, 3):
-        expected = outcome(model, lambda seed=seed: step(seed)(model))
-        with planned_on(device, monkeypatch):
-            got = outcome(model, lambda seed=seed: step(seed)(compiled))
-        zeros = zero_gradients(model, step(seed))
-        assert max(relative_errors(got, expected, zeros).values()) < 1e-10
-        assert stats_of(compiled)["ran"] == "packed"
-    assert device.waits and not device.mixed
+    for size in sizes:
+        monkeypatch.setattr(hosted, "_MOST_OTHERS", MOST[size])
+        device = StandIn()
+        with in_case(size):
+            for seed in (1, 2, 3):
+                expected = outcome(model, lambda seed=seed: step(seed)(model))
+                with planned_on(device, monkeypatch):
+                    got = outcome(model, lambda seed=seed: step(seed)(compiled))
+                zeros = zero_gradients(model, step(seed))
+                assert max(relative_errors(got, expected, zeros).values()) < 1e-10
+                assert stats_of(compiled)["ran"] == "packed"
+            assert device.waits and not device.mixed
 
 
 def _absent(batch: Batch) -> dict[str, None]:
@@ -182,8 +198,7 @@ def _absent(batch: Batch) -> dict[str, None]:
 )
 def test_planning_waits_once_or_not_at_all(spelling: str, padding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each new batch: all that is read of it comes in one copy, of nothing where a trainer has moved the batch."""
-    device = planned(spelling, monkeypatch, moved=False, padding=padding)
-    assert len(device.waits) == 3 and all(isinstance(count, int) for count in device.waits), device.waits
-    assert not device.mixed
-    device = planned(spelling, monkeypatch, moved=True, padding=padding)
-    assert not device.waits and not device.mixed
+    fetched, moved = planned(spelling, monkeypatch, padding)
+    assert len(fetched.waits) == 3 and all(isinstance(count, int) for count in fetched.waits), fetched.waits
+    assert not fetched.mixed
+    assert not moved.waits and not moved.mixed
