@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.gpu.specialised_by_pass import launch as launch_of_pass
+from tests.kernels.gpu.stages import compile_to
 from treefx.kernels.gpu.triton_tree.small_launches import Launch, scratch_bytes
 from treefx.tools.bench.attention import kernel as bench_kernel
 from treefx.tools.bench.attention.kernel import Case
-from treefx.tools.kernels.ahead_of_time import compile_kernel
 from treefx.tools.kernels.barriers import races, unmet_releases
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
@@ -49,7 +49,7 @@ class Kernel:
 
 def compiled(launch: Launch) -> tuple[str, str]:
     """Return the TTGIR and the PTX of a launch."""
-    _, kernel = compile_kernel(launch, 90)
+    kernel = compile_to("ptx", launch, 90)
     return kernel.asm["ttgir"], kernel.asm["ptx"]
 
 
@@ -74,15 +74,14 @@ def test_descriptors_take_the_memory_that_is_counted(kernel: str) -> None:
     """By what the compiler demands for every program, of a boundary's keys and of others."""
     sizes = []
     for launch in in_gluon(kernel, replace(SMALL, features=("boundary",))):
-        _, found = compile_kernel(launch, 90)
-        sizes.append(found.metadata.global_scratch_size)
+        sizes.append(compile_to("llir", launch, 90).metadata["global_scratch_size"])
         assert sizes[-1] == scratch_bytes(launch.kernel, has_low=launch.arguments["Low"] is not None)
     assert len(set(sizes)) == 2
 
 
 def test_the_form_that_dk_and_dv_had_is_found() -> None:
     """Queries and gradients were released before the first product, in both groups of warps."""
-    ttgir, _ = compiled(launch_of_pass(reshaped=True))
+    ttgir = compile_to("ttgir", launch_of_pass(reshaped=True), 90).asm["ttgir"]
     assert "memdesc_reshape" in ttgir
     assert {" ".join(text.split()[:2]).rstrip("0123456789_") for text in races(ttgir)} == {
         f"partition{number}: %{name}_box" for number in (0, 1) for name in ("q", "grad")

@@ -29,6 +29,7 @@ from tests.kernels.gpu.interpreted_cases import (
     draw,
     forest,
 )
+from tests.kernels.gpu.stages import compile_to
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.kernels import reference
 from treefx.kernels.gpu.triton_tree import attention
@@ -39,7 +40,6 @@ from treefx.kernels.score import Score
 from treefx.kernels.tiles import hosted
 from treefx.tools.bench.attention import kernel as bench_kernel
 from treefx.tools.bench.attention.kernel import run
-from treefx.tools.kernels.ahead_of_time import compile_kernel
 from treefx.tools.kernels.barriers import races, unmet_releases, unmet_stores
 from treefx.tools.kernels.operands import beside_products, overwritten_operands
 
@@ -297,8 +297,8 @@ def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
 def texts(fresh_caches: None) -> tuple[str, str]:
     """The TTGIR and the PTX of a small kernel, which says of itself what memory its descriptors take."""
     launch = next(bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90))
-    _, compiled = compile_kernel(launch, 90)
-    assert compiled.metadata.global_scratch_size == scratch_bytes(launch.kernel, has_low=False)
+    compiled = compile_to("ptx", launch, 90)
+    assert compiled.metadata["global_scratch_size"] == scratch_bytes(launch.kernel, has_low=False)
     return compiled.asm["ttgir"], compiled.asm["ptx"]
 
 

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import ROW_VECTORS, scratch_bytes
 from treefx.kernels.score import Score
 from treefx.tools.bench.attention import kernel as bench_kernel
-from treefx.tools.kernels.ahead_of_time import compile_kernel
+from treefx.tools.kernels import ahead_of_time
+from treefx.tools.kernels.ahead_of_time import CompileReport
 from treefx.tools.kernels.barriers import races, unmet_releases, unmet_stores
 from treefx.tools.kernels.instructions import disassembled, names_in_loops
 
@@ -140,33 +142,51 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(scope="module")
-def compiled(fresh_caches: None) -> tuple[Launch, str, str, bytes]:
-    """Compile the kernel to TTGIR, PTX and machine code."""
-    launches = bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 128, 128, 4), "gluon", 90)
+def compiled(fresh_caches: None) -> tuple[dict[str, Any], Any]:
+    """The record of the kernel in ``treefx bench kernel``, and the kernel."""
+    case = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
+    launches = bench_kernel._launches(case, "gluon", 90)
     (launch,) = (one for one in launches if one.kernel.__name__ == "backward_once")
-    _, kernel = compile_kernel(launch, 90)
+    found = []
+
+    def compile_launch(launch: Launch, arch: int) -> CompileReport:
+        found.append(ahead_of_time.compile_kernel(launch, arch))
+        return ahead_of_time._report(*found[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_kernel, "compile_launch", compile_launch)
+        record = bench_kernel._record(case, "gluon", launch, 90)
+    ((_, kernel),) = found
     assert kernel.metadata.global_scratch_size == scratch_bytes(launch.kernel, has_low=False)
-    return launch, kernel.asm["ttgir"], kernel.asm["ptx"], kernel.asm["cubin"]
+    return record, kernel
 
 
-def test_its_loops_add_without_reading_back(compiled: tuple[Launch, str, str, bytes]) -> None:
+def test_what_a_logit_takes(compiled: tuple[dict[str, Any], Any]) -> None:
+    """Over full tiles and under the mask, in both groups; exponentials overlap with products."""
+    record, _ = compiled
+    found = record["instructions_per_logit"]
+    assert len(found) == 4 and 0 < max(found[::2]) <= 12.5 and max(found[1::2]) <= 15.5
+    assert (record["tile"], record["overlap"]) == ("64x128 w4 s3", [32] * 4) and 0 < record["spill_bytes"] <= 256
+
+
+def test_its_loops_add_without_reading_back(compiled: tuple[dict[str, Any], Any]) -> None:
     """Count each loop's instructions: 8 reductions per thread and tile, at most 5 reloads.
 
     A reduction has 16 bytes. No atomic returns the old value.
     """
-    loops = names_in_loops(disassembled(compiled[-1]))
+    loops = names_in_loops(disassembled(compiled[-1].asm["cubin"]))
     assert len(loops) == 4
     for number, names in enumerate(loops):
         assert (names["REDG"], names["ATOMG"], names["HGMMA"], names["STSM"]) == (8, 0, 32, 4)
         assert names["LDL"] <= (12 if number % 2 else 5) and names["STL"] == 0
 
 
-def test_the_guard_follows_its_slopes(compiled: tuple[Launch, str, str, bytes]) -> None:
+def test_the_guard_follows_its_slopes(compiled: tuple[dict[str, Any], Any]) -> None:
     """Detect a missing wait, arrival or fence, and products that never end.
 
     Each change is in the first loop of the first group.
     """
-    _, ttgir, ptx, _ = compiled
+    ttgir, ptx = compiled[-1].asm["ttgir"], compiled[-1].asm["ptx"]
     assert races(ttgir) == [] and unmet_releases(ptx) == [] and unmet_stores(ptx) == []
     lines = ttgir.splitlines()
     loop = find(ttgir, "scf.for", after=find(ttgir, "default {"))
