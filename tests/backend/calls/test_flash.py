@@ -8,16 +8,17 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from transformers import modeling_flash_attention_utils as utils
+from transformers.integrations import flash_attention
 
 import treefx
 from tests.backend.flash import flash_attn_varlen_func, flash_stubs, with_flash
@@ -26,7 +27,7 @@ from tests.backend.native import native_loss, rollouts
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.backend.support import Pair, assert_packed, compare, in_case
 from tests.batches import Batch, Side, distinct_tokens, padded
-from tests.models import double, zoo
+from tests.models import Output, double, zoo
 from tests.oracle import (
     FLOAT64,
     Checked,
@@ -46,8 +47,10 @@ from treefx.passes.trace.flash import flash as flash_operator
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1}, "mistral": {"num_hidden_layers": 1, "sliding_window": 4},
-    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5}, "gpt_oss": {"sliding_window": 4},
+    "gemma2": {"num_hidden_layers": 1, "sliding_window": 4, "attn_logit_softcapping": 0.5},
+    "gpt_oss": {"num_hidden_layers": 1, "sliding_window": 4},
 }  # fmt: skip
+"""Of one layer, which has a window where layers take turns: ``test_padded_rows`` has two."""
 SIDES: tuple[Side, ...] = ("right", "left")
 SINGLE = {"gpt_oss"}
 """Compared in float32: its file casts to it in places that ``double`` does not reach."""
@@ -62,6 +65,27 @@ def kernels() -> Iterator[None]:
 def flash_model(name: str, **changes: Any) -> nn.Module:
     make = zoo if name in SINGLE else double
     return with_flash(make(name, **{**MODELS[name], **changes}))
+
+
+class Bare(nn.Module):
+    """One call of transformers' function for flash attention, between an embedding and a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config, self.is_causal, self.dropout = (
+            SimpleNamespace(_attn_implementation="flash_attention_2"),
+            True,
+            dropout,
+        )
+        self.embed, self.head = nn.Embedding(61, 32).double(), nn.Linear(32, 61).double()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **ends: Any) -> Output:
+        heads = self.embed(input_ids).unflatten(-1, (2, 16)).transpose(1, 2)
+        out, _ = flash_attention.flash_attention_forward(
+            self, 3.0 * heads, heads, heads, None, self.dropout, position_ids=position_ids, **ends
+        )
+        logits = self.head(out.flatten(2))
+        return Output(None, logits, logits)
 
 
 @contextmanager
@@ -93,9 +117,9 @@ def assert_shared(checked: Checked, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_padded_rows(name: str) -> None:
-    """Windows, soft caps and sinks, with padding on either side."""
+    """Windows in every second layer, soft caps and sinks, with padding on either side."""
     with one_graph():
-        pair = Pair(flash_model(name))
+        pair = Pair(flash_model(name, num_hidden_layers=2))
         for side in SIDES:
             batch = padded(AGENTS, side)
             with in_case(side):
@@ -147,7 +171,7 @@ def test_ends_in_tensors_of_their_own() -> None:
     packed = pack(AGENTS)
     ends = ends_of(packed)
     ends["cu_seq_lens_k"] = ends["cu_seq_lens_q"].clone()
-    assert_shared(compare_whole(flash_model("llama"), loss_inside(packed, **ends)), trie_size(packed))
+    assert_shared(compare_whole(Bare(), loss_outside(packed, **ends)), trie_size(packed))
 
 
 def test_ends_go_before_positions() -> None:
@@ -158,7 +182,7 @@ def test_ends_go_before_positions() -> None:
     joined["cu_seq_lens_q"] = joined["cu_seq_lens_k"] = torch.cat(
         [ends["cu_seq_lens_q"][:1], ends["cu_seq_lens_q"][2:]]
     )
-    checked = compare_whole(flash_model("llama"), loss_inside(packed, **joined))
+    checked = compare_whole(Bare(), loss_outside(packed, **joined))
     assert checked.stats["fallback"] is None and checked.stats["tokens"] > trie_size(packed)
 
 
@@ -167,7 +191,7 @@ def test_ends_of_several_rows_are_refused_by_name() -> None:
     rows = pack(AGENTS[:2], AGENTS[:2])
     whole = torch.tensor([0, 4, 9, 13, 18], dtype=torch.int32)
     ends = {"cu_seq_lens_q": whole, "cu_seq_lens_k": whole, "max_length_q": 5, "max_length_k": 5}
-    stats = compare_whole(flash_model("llama"), loss_inside(rows, **ends)).stats
+    stats = compare_whole(Bare(), loss_outside(rows, **ends)).stats
     assert "cu_seq_lens of several rows" in stats["fallback"]
 
 
@@ -267,7 +291,7 @@ def test_a_kernel_without_sinks_does_without_them() -> None:
 
 def test_dropout_is_left_to_the_kernel() -> None:
     """Dynamo cuts the graph there as without treefx."""
-    model, step = flash_model("llama", attention_dropout=0.5), loss_inside(pack(AGENTS))
+    model, step = Bare(dropout=0.5), loss_outside(pack(AGENTS))
     counters.clear()
     with torch.no_grad():
         torch.testing.assert_close(step(compile_with(model, inner="eager")), step(model), rtol=FLOAT64, atol=0)
@@ -285,25 +309,25 @@ def test_a_function_in_their_place_that_calls_them(
         return 2 * original(0.5 * query, *args, **kwargs)
 
     function = functools.wraps(original)(doubled) if wraps else doubled
-    for module in [transformers.integrations.flash_attention, *([utils] if everywhere else [])]:
+    for module in [flash_attention, *([utils] if everywhere else [])]:
         monkeypatch.setattr(module, "_flash_attention_forward", function)
     packed = pack(AGENTS)
-    assert_shared(compare_whole(flash_model("llama"), loss_inside(packed)), trie_size(packed))
+    assert_shared(compare_whole(Bare(), loss_outside(packed)), trie_size(packed))
     if wraps:
-        assert compare_whole(flash_model("llama"), loss_inside(packed), min_sharing=99.0).stats["ran"] == "ordinary"
+        assert compare_whole(Bare(), loss_outside(packed), min_sharing=99.0).stats["ran"] == "ordinary"
 
 
 def test_other_backends_see_the_original() -> None:
     """Also where treefx has been at work in the process."""
-    model, packed, graphs = flash_model("llama"), pack(AGENTS), []
+    model, packed, graphs = Bare(), pack(AGENTS), []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         graphs.append(gm)
         return gm
 
-    loss_inside(packed)(compile_with(model, inner="eager"))
+    loss_outside(packed)(compile_with(model, inner="eager"))
     torch._dynamo.reset()
-    loss_inside(packed)(torch.compile(model, backend=backend))
+    loss_outside(packed)(torch.compile(model, backend=backend))
     targets = [str(node.target) for gm in graphs for node in gm.graph.nodes]
     assert len(graphs) > 1 and not any("treefx" in target for target in targets)
 
@@ -332,7 +356,7 @@ def assert_wrong(model: nn.Module, step: Step | Batch) -> None:
 def test_without_segments_packed_rows_would_be_wrong(monkeypatch: pytest.MonkeyPatch, by_ends: bool) -> None:
     monkeypatch.setattr(flash_facts, "_tells_segments", lambda call, constants: False)
     packed = pack(AGENTS)
-    assert_wrong(flash_model("llama"), loss_inside(packed, **(ends_of(packed) if by_ends else {})))
+    assert_wrong(Bare(), loss_outside(packed, **(ends_of(packed) if by_ends else {})))
 
 
 def test_segments_in_several_rows_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
