@@ -50,8 +50,14 @@ class TakesCacheFlag(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False) -> Any:
-        return self.model(input_ids=input_ids, position_ids=position_ids)
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+        labels: Tensor | None = None,
+    ) -> Any:
+        return self.model(input_ids=input_ids, position_ids=position_ids, labels=labels)
 
 
 node_tokens = st.lists(st.integers(3, 6), min_size=1, max_size=4)

@@ -13,7 +13,7 @@ from torch import nn
 import treefx
 from tests.backend.native import Rows, TakesCacheFlag, branches, native_loss, random_weights, rollouts
 from tests.backend.support import in_case
-from tests.models import TinyLM, double, zoo
+from tests.models import Output, TinyLM, double, zoo
 from tests.oracle import (
     FLOAT32,
     FLOAT64,
@@ -54,7 +54,8 @@ def test_weighted_rows_in_float64(name: str) -> None:
 
 
 def test_weighted_rows_in_float32() -> None:
-    model, truth, rows = zoo("gemma2"), double("gemma2"), rollouts()
+    model, truth = (make("gemma2", num_hidden_layers=1) for make in (zoo, double))
+    rows = rollouts()
     truth.load_state_dict(model.state_dict())
     weights = random_weights(rows)
     forest = treefx.Forest.from_sequences(rows, weights=weights)
@@ -71,35 +72,19 @@ def test_inductor() -> None:
     assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT32, lambda: zeros)
 
 
-def test_means() -> None:
-    """Over tokens and over rows, on one compilation."""
-    model, rows = double("llama", num_hidden_layers=1), [row for row in rollouts() if len(row) > 1]
-    forest, compiled = treefx.Forest.from_sequences(rows), compile_with(model, inner="eager")
-    predicted = [len(row) - 1 for row in rows]
-    shares = {
-        "token_mean": [1.0 / sum(predicted)] * len(rows),
-        "row_mean": [1.0 / (count * len(rows)) for count in predicted],
-    }
-    for reduction, share in shares.items():
-        weights = [[each] * len(row) for each, row in zip(share, rows, strict=True)]
-        with in_case(reduction):
-            got = run_native(compiled, model, forest, reduction)
-            assert_close(got, separate_rows(model, rows, weights), FLOAT64)
+def test_spellings_of_attention() -> None:
+    """In three blocks of one model; and grouped heads."""
+    left = iter(["chunked", "sliding_softcap", "alibi"])
+    check_tiny(TinyLM(lambda: SPELLINGS[next(left)](), layers=3), 3)
+    check_tiny(TinyLM(GROUPED["sdpa_enable_gqa"], kv_heads=2, layers=1), 1)
 
 
-@pytest.mark.parametrize("name", ["chunked", "sliding_softcap", "alibi"])
-def test_spellings_of_attention(name: str) -> None:
-    check_tiny(TinyLM(SPELLINGS[name], layers=1))
-
-
-def test_grouped_heads() -> None:
-    check_tiny(TinyLM(GROUPED["sdpa_enable_gqa"], kv_heads=2, layers=1))
-
-
-def check_tiny(tiny: nn.Module) -> None:
+def check_tiny(tiny: nn.Module, layers: int) -> None:
     model, rows = TakesCacheFlag(tiny).double(), rollouts()
-    got = run_native(compile_with(model, inner="eager"), model, treefx.Forest.from_sequences(rows))
+    compiled = compile_with(model, inner="eager")
+    got = run_native(compiled, model, treefx.Forest.from_sequences(rows))
     assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+    assert stats_of(compiled)["attention_rewritten"] == layers
 
 
 def test_gradient_checkpointing() -> None:
@@ -111,7 +96,10 @@ def test_gradient_checkpointing() -> None:
 
 
 def test_other_forests_compile_nothing() -> None:
-    """Also several in one step: the forest of a forward is its backward's, whichever forest came in between."""
+    """Also several in one step: the forest of a forward is its backward's, whichever forest came in between.
+
+    Nor do means over tokens and over rows.
+    """
     model = double("llama", num_hidden_layers=1)
     compiled = compile_with(model, inner="eager")
     compiles, samples = [], [rollouts(seed)[: 8 - seed] for seed in range(4)]
@@ -125,6 +113,22 @@ def test_other_forests_compile_nothing() -> None:
     got = outcome(model, lambda: sum(native_loss(forest)(compiled) for forest in forests))
     rows = sum(samples, [])
     assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+    check_means(compiled, model)
+    assert stats_of(compiled)["compiles"] == compiles[-1]
+
+
+def check_means(compiled: Any, model: nn.Module) -> None:
+    rows = [row for row in rollouts() if len(row) > 1]
+    forest, predicted = treefx.Forest.from_sequences(rows), [len(row) - 1 for row in rows]
+    shares = {
+        "token_mean": [1.0 / sum(predicted)] * len(rows),
+        "row_mean": [1.0 / (count * len(rows)) for count in predicted],
+    }
+    for reduction, share in shares.items():
+        weights = [[each] * len(row) for each, row in zip(share, rows, strict=True)]
+        with in_case(reduction):
+            got = run_native(compiled, model, forest, reduction)
+            assert_close(got, separate_rows(model, rows, weights), FLOAT64)
 
 
 class Scaled(nn.Module):
@@ -132,17 +136,16 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lm, self.scale = TakesCacheFlag(tiny_causal()), 0.7
+        self.lm, self.scale = double("llama", num_hidden_layers=1), 0.7
 
-    def forward(self, **given: Any) -> Any:
-        out = self.lm(**given)
-        return out._replace(logits=out.logits * self.scale)
+    def forward(self, **given: Any) -> Output:
+        logits = self.scale * self.lm(**given).logits
+        return Output(None, logits, logits)
 
 
-@pytest.mark.parametrize("make", [Scaled, lambda: double("llama", num_hidden_layers=1)])
-def test_symbolic_sizes_from_the_start(make: Any) -> None:
+def test_symbolic_sizes_from_the_start() -> None:
     """Forests through one graph, which is compiled once."""
-    model = make().double()
+    model = Scaled()
     compiled = torch.compile(model, backend="treefx", dynamic=True, options={"inner": "eager"})
     for seed in range(3):
         rows = rollouts(seed)[: 8 - seed]
@@ -153,7 +156,7 @@ def test_symbolic_sizes_from_the_start(make: Any) -> None:
 
 def test_forest_and_padded_batch_in_one_model() -> None:
     """Inside of `use` the row is a tree, outside it is a row."""
-    model, rows = double("llama", num_hidden_layers=1), rollouts()
+    model, rows = tiny_causal().double(), rollouts()
     compiled = compile_with(model, inner="eager")
     forest = treefx.Forest.from_sequences(rows)
     ids = forest.model_inputs()["input_ids"]
