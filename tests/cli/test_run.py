@@ -1,11 +1,13 @@
 """``treefx run``: every Python process of a command is hooked, and pays nothing where it imports no trainer."""
 
 import gc
+import io
 import json
 import os
 import subprocess
 import sys
 import weakref
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +195,14 @@ for _ in range(4):
 )
 def test_a_loop_is_observed_however_it_ends(end: str, code: int, tmp_path: Path) -> None:
     """By the exit status that it has without treefx."""
-    runs = [environment_for({}, {**os.environ}, observe=True, report=tmp_path / "seen")]
-    runs += [] if end else [{**os.environ}]
-    done = [
-        subprocess.run([sys.executable, "-c", LOOP + end], env=env, capture_output=True, text=True, timeout=300)
-        for env in runs
-    ]
-    seen = done[0]
-    assert [item.returncode for item in done] == [code] * len(done), seen.stderr[-3000:]
-    assert len({item.stdout for item in done}) == 1 and len(set(seen.stdout.split())) == 4
+    environment = environment_for({}, {**os.environ}, observe=True, report=tmp_path / "seen")
+    seen = subprocess.run(
+        [sys.executable, "-c", LOOP + end], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert seen.returncode == code, seen.stderr[-3000:]
+    with redirect_stdout(io.StringIO()) as alone:
+        exec(LOOP, {"__name__": "alone"})
+    assert seen.stdout == alone.getvalue() and len(set(seen.stdout.split())) == 4
     (file,) = (tmp_path / "seen").glob("observation-*.json")
     found = Observation.from_json(file.read_text(encoding="utf-8"))
     assert found.figures.steps == 3 and found.figures.raw_tokens == 3 * 56  # from the second step on
