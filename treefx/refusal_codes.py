@@ -74,6 +74,11 @@ REFUSALS: tuple[ReasonCode, ...] = (
         "run the model uncompiled for that, or write the function as plain operators",
     ),
     ReasonCode(
+        "TFX211", "field of a vision tower's result",
+        "the tower ran once per distinct image, and a field with an entry per tile does not show whose entry it is",
+        "read pooler_output, or call the tower outside of the compiled model",
+    ),
+    ReasonCode(
         FLEX, "FlexAttention instead of a generated kernel",
         "the generated kernel does not compile or has no form for this attention; results are the same",
         "nothing is wrong, it is slower; update Triton, or change what the message names",
@@ -118,6 +123,7 @@ _MODULES = {
     "treefx.runtime.kept": "TFX202",
     "treefx.runtime.lazy": "TFX202",
     "treefx.runtime.ways.second_derivatives": "TFX210",
+    "treefx.runtime.whole.distinct_images": "TFX211",
     "treefx.tools": "TFX209",
 }
 """By the module that refuses; the longest name that fits counts."""

@@ -95,6 +95,7 @@ EXAMPLES = {
     "TFX208": "LM has a state of another kind: only decoders that keep keys and values per token can be branched",
     "TFX209": "this measurement needs a CUDA device",
     "TFX210": "a second derivative (create_graph=True) through an autograd.Function in a compiled model",
+    "TFX211": "field 'hidden_states' of a vision tower's result cannot be expanded to all images",
     "TFX301": "treefx: FlexAttention runs this attention instead of a generated kernel: sm_75 is not supported",
     "TFX302": "treefx: the Gluon forward kernel is switched off for this attention, the plain one runs instead",
     "TFX303": "treefx: PyTorch's operators compute LM head and loss instead of a Triton kernel, slower",

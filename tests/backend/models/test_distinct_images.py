@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.oracle import FLOAT64
+from treefx.errors import UnsupportedError
 from treefx.runtime import origins
 from treefx.runtime.whole import towers
 
@@ -209,22 +210,59 @@ def test_a_result_of_unknown_form_is_that_of_all_images() -> None:
     assert check(Summed().double(), "abca") == 4
 
 
-def test_entries_of_several_images_run_all() -> None:
-    """Padding images are left out of the features, so entries and features may have the same number by chance."""
+class Rows(Tower):
+    """Vectors of the images [B, n, 1, patches, 3] of rows, without those that are zeros: padding."""
 
-    class Rows(Tower):
-        def get_image_features(self, pixels: Tensor) -> Any:
-            images = pixels.flatten(0, 1)
-            real = images.ne(0).any(-1).any(-1).any(-1)
-            return SimpleNamespace(pooler_output=self.project(self.embed(images[real].flatten(1, 2))))
+    def get_image_features(self, pixels: Tensor) -> Any:
+        real = pixels.flatten(2).ne(0).any(-1)
+        self.seen += int(real.sum())
+        x = self.project(self.embed(pixels[real].flatten(1, 2)))
+        return SimpleNamespace(pooler_output=self.pooled(x, real.sum(1).tolist()), last_hidden_state=x)
 
-    one, two, none = draw("a.")[:1], draw("ab"), torch.zeros(2, 4, 3).double()
-    one = torch.cat([one, none[:1]])
-    tower = Rows().double()
-    see = towers._noting(Rows.get_image_features)
-    for rows in ([one, one * 2, one], [two, none, two]):
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        return [part.flatten(0, 1) for part in x.split(counts)]
+
+
+class Joined(Rows):
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        return x
+
+
+class PerImage(Rows):
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        return [*x]
+
+
+ONE, TWO, NONE = torch.cat([draw("a"), torch.zeros(1, 4, 3).double()]), draw("ab"), torch.zeros(2, 4, 3).double()
+ROWS = [[ONE[:1], ONE[:1] * 2, ONE[:1]], [NONE, TWO, NONE, TWO], [ONE, ONE * 2, ONE], [TWO, TWO]]
+"""Batches of rows; the first one has no padding."""
+
+
+@pytest.mark.parametrize("kind", [Rows, Joined, PerImage])
+def test_rows_of_images(kind: type[Rows]) -> None:
+    """Equal rows run once if the result lists rows; padding may make as many images as there are rows otherwise."""
+    see, tower = towers._noting(kind.get_image_features), kind().double()
+    for rows in ROWS:
         pixels = torch.stack(rows).unsqueeze(2)
-        assert torch.equal(see(tower, pixels).pooler_output, Rows.get_image_features(tower, pixels).pooler_output)
+        found = []
+        for function in (kind.get_image_features, see, see):
+            tower.zero_grad()
+            tower.seen = 0
+            images = function(tower, pixels).pooler_output
+            x = images if isinstance(images, Tensor) else torch.cat(images)
+            (x * torch.arange(x.numel()).double().cos().reshape(x.shape)).sum().backward()
+            found.append([x, *[p.grad.clone() for p in tower.parameters() if p.grad is not None]])
+        for right, _, left in zip(*found, strict=True):
+            torch.testing.assert_close(left, right, rtol=FLOAT64, atol=FLOAT64)
+        assert tower.seen == (2 if kind is Rows else int(pixels.flatten(2).ne(0).any(-1).sum()))
+
+
+def test_a_field_of_unknown_images_is_refused() -> None:
+    """Equal rows ran once, and another field has an entry per image."""
+    result = towers._noting(Rows.get_image_features)(Rows().double(), torch.stack(ROWS[1]).unsqueeze(2))
+    for read in (len, torch.sum, lambda x: x[0], lambda x: x.shape):
+        with pytest.raises(UnsupportedError, match="last_hidden_state"):
+            read(result.last_hidden_state)
 
 
 def test_an_uncompiled_model_runs_all(monkeypatch: pytest.MonkeyPatch) -> None:

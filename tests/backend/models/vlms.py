@@ -35,14 +35,12 @@ class VLM:
         inputs: What it takes of images, by their names and the token ids [B, T].
         patches: How many tokens an image is.
         predicted: How many tokens see those before them alone, behind a prefix that sees all of itself; None for all.
-        traced: Whether the tower is in the graph, where it runs on every image.
     """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[str, Tensor], dict[str, Tensor]]
     patches: int = 4
     predicted: int | None = None
-    traced: bool = False
 
 
 def _siglip() -> SiglipVisionConfig:
@@ -117,6 +115,6 @@ def of_gemma4(names: str, ids: Tensor) -> dict[str, Tensor]:
 VLMS = {
     "gemma4": VLM(gemma4, of_gemma4),
     "kimi_k25": VLM(kimi_k25, of_kimi_k25),
-    "llava_onevision": VLM(llava_onevision, of_llava_onevision, patches=10, traced=True),
+    "llava_onevision": VLM(llava_onevision, of_llava_onevision, patches=10),
     "paligemma": VLM(paligemma, of_paligemma, predicted=2),
 }

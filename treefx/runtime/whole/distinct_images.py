@@ -12,20 +12,24 @@ another and no random numbers are drawn. Code shows neither, so the first call p
   derivative.
 
 Other modes of modules (``train``) are proved again. Towers without this proof run on all images.
+
+Pixels [n, parts, 3, H, W] give each image several tiles, or each row several images, and padding among them. A tower
+may drop padding, so that the sizes of its results do not show which entry they belong to, except for a list of one
+tensor per entry. Models read that list alone; reading another field is refused.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from treefx.errors import UnsupportedError
 from treefx.torch_patches.compiling import keeping_no_casts
 
 __all__ = [
@@ -40,8 +44,8 @@ __all__ = [
 ]
 
 _LIBRARY = "transformers."
-_DIMS = range(2, 5)
-"""Of arguments with one image or patch per entry; pixels of five dimensions have several images or frames in each."""
+_DIMS, _IN_PARTS = range(2, 6), 5
+"""Of arguments with one image or patch per entry; with five dimensions, an entry has several tiles or frames."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -66,11 +70,20 @@ class Distinct:
         first: The place of each distinct image.
         copy_of: For each image, which of ``first`` it equals.
         patches: The number of patches of each image, where these stand one after another in one dimension.
+        in_parts: Whether an image has several tiles, of which a tower may drop some.
     """
 
     first: tuple[int, ...]
     copy_of: tuple[int, ...]
     patches: tuple[int, ...] | None = None
+    in_parts: bool = False
+
+    def of(self, chosen: Sequence[int]) -> Distinct:
+        """Describe a batch of some images, each taken for another one."""
+        places = tuple(range(len(chosen)))
+        return replace(
+            self, first=places, copy_of=places, patches=self.patches and tuple(self.patches[i] for i in chosen)
+        )
 
     def select(self, x: Any) -> Any:
         """Return an argument for the distinct images alone."""
@@ -90,8 +103,13 @@ class Distinct:
         if _are_tensors(images):
             sizes.append([len(x) for x in images])
         try:
-            restored = {name: self._restored(x, sizes) for name, x in fields.items() if x is not images}
-            restored["pooler_output"] = self._listed(images) if _are_tensors(images) else self._restored(images, sizes)
+            if self.in_parts:
+                restored: dict[str, Any] = {name: _Unrestored(name) for name in fields}
+                restored["pooler_output"] = self._listed(images)
+            else:
+                restored = {name: self._restored(x, sizes) for name, x in fields.items() if x is not images}
+                listed = _are_tensors(images)
+                restored["pooler_output"] = self._listed(images) if listed else self._restored(images, sizes)
         except _UnknownForm:
             return False
         for name, x in restored.items():
@@ -100,7 +118,7 @@ class Distinct:
 
     def _listed(self, images: Any) -> Any:
         """Return a list of one entry per image, no two of them aliases."""
-        if len(images) != len(self.first):
+        if not _are_tensors(images) or len(images) != len(self.first):
             raise _UnknownForm
         seen = [self.copy_of.index(i) < place for place, i in enumerate(self.copy_of)]
         copies = zip(self.copy_of, seen, strict=True)
@@ -129,6 +147,35 @@ class Distinct:
 
 class _UnknownForm(Exception):
     """A field of a tower's result has no part per image."""
+
+
+class _Unrestored:
+    """Stand for a field whose entries are not known by image, and refuse to be read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise self._error()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._error()
+
+    def __len__(self) -> int:
+        raise self._error()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))._error()
+
+    def _error(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"field {self._name!r} of a vision tower's result cannot be expanded to all images, because the tower ran "
+            "once per distinct image and may drop padding; read pooler_output, or call the tower outside of the "
+            "compiled model"
+        )
 
 
 def select(x: Any, chosen: Sequence[int], images: Distinct) -> Any:
@@ -168,7 +215,8 @@ def find_distinct(given: Sequence[Tensor], number: Callable[[Sequence[Tensor], i
     places: dict[int, int] = {}
     copy_of = tuple(places.setdefault(image, len(places)) for image in numbers.tolist())
     first = tuple(copy_of.index(i) for i in range(len(places)))
-    return Distinct(first, copy_of, None if patches is None else tuple(patches.tolist()))
+    in_parts = any(x.dim() == _IN_PARTS for x in given)
+    return Distinct(first, copy_of, None if patches is None else tuple(patches.tolist()), in_parts)
 
 
 # The proof ------------------------------------------------------------------------------------------------------------
@@ -208,9 +256,11 @@ def has_hooks(model: nn.Module) -> bool:
 def _prove(
     model: nn.Module, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: Distinct
 ) -> bool | None:
-    """Run the first image and another one; None if their values show nothing (a projection that is zero)."""
-    pair = (0, found.first[1] if len(found.first) > 1 else 1)
-    both = Distinct((0, 1), (0, 1), found.patches and tuple(found.patches[i] for i in pair))
+    """Run two images; None if their values show nothing (a projection that is zero)."""
+    pair = _pair((*args, *kwargs.values()), found)
+    if pair is None:
+        return None
+    both = found.of(pair)
     run = functools.partial(_features, model, original, args, kwargs, found)
     buffers = [(x, x.detach().clone()) for x in model.buffers()]
     devices = sorted({x.device.index or 0 for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_cuda})
@@ -220,8 +270,10 @@ def _prove(
             images, pixels = run(pair, lambda x: x.clone().requires_grad_())
             grads = [_gradients(images[i], pixels, both) for i in (0, 1)]
             with torch.no_grad():
-                first = run(pair, lambda x: _without(x, 1, both))[0][0], run(pair[:1], lambda x: x)[0][0]
-                second = run(pair, lambda x: _without(x, 0, both))[0][1], run(pair[1:], lambda x: x)[0][0]
+                first = [run(pair, lambda x: _without(x, 1, both))[0][0], run(pair[:1], lambda x: x)[0][0]]
+                if both.in_parts:
+                    first.append(run(pair, lambda x: _without(x, 1, both, blank=True))[0][0])
+                second = [run(pair, lambda x: _without(x, 0, both))[0][1], run(pair[1:], lambda x: x)[0][0]]
             drawn = any(not torch.equal(x, y) for x, y in zip(before, _random_states(devices), strict=True))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
@@ -231,6 +283,18 @@ def _prove(
     if drawn or changed or not equal or any(x.ne(0).any() for i in (0, 1) for x in grads[i][1 - i]):
         return False
     return True if all(x.ne(0).any() for i in (0, 1) for x in grads[i][i]) else None
+
+
+def _pair(values: Sequence[Any], found: Distinct) -> tuple[int, int] | None:
+    """Return two images with other numbers than zero, different ones if there are any; None without.
+
+    An entry of zeros alone is padding: a row without an image.
+    """
+    pixels = [x for x in values if _is_pixels(x)]
+    shown = [i for i in found.first if any(bool(select(x, (i,), found).any()) for x in pixels)]
+    copies = (i for i, of in enumerate(found.copy_of) if i not in found.first and found.first[of] in shown)
+    first, second, *_ = *shown, *copies, None, None
+    return None if first is None or second is None else (first, second)
 
 
 def _features(
@@ -250,8 +314,7 @@ def _features(
     values = [select(x, chosen, found) for x in (*args, *kwargs.values())]
     values = [change(x.detach()) if _is_pixels(x) else x for x in values]
     result = original(model, *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    places = tuple(range(len(chosen)))
-    if not Distinct(places, places, found.patches and tuple(found.patches[i] for i in chosen)).restore(result):
+    if not found.of(chosen).restore(result):
         raise ValueError("the result has another form")
     return result.pooler_output, [x for x in values if _is_pixels(x)]
 
@@ -272,11 +335,11 @@ def _part(x: Tensor, i: int, both: Distinct) -> Tensor:
     return torch.split(x, [1, 1] if len(x) == 2 else [*(both.patches or ())])[i]
 
 
-def _without(x: Tensor, i: int, both: Distinct) -> Tensor:
-    """Pixels with other numbers in place of one image."""
+def _without(x: Tensor, i: int, both: Distinct, *, blank: bool = False) -> Tensor:
+    """Pixels with other numbers in place of one image, or with zeros, which a tower may take for padding."""
     x = x.clone()
     part = _part(x, i, both)
-    part.copy_(part.flip(-1) * 0.5 + 0.25)
+    part.copy_(torch.zeros_like(part) if blank else part.flip(-1) * 0.5 + 0.25)
     return x
 
 
@@ -311,17 +374,16 @@ def _are_tensors(x: Any) -> bool:
 
 # Figures --------------------------------------------------------------------------------------------------------------
 
-_runs: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The last call of each model, by its first parameter."""
+_runs: WeakKeyDictionary[nn.Module, ImagesRun] = WeakKeyDictionary()
+"""The last call of each model's tower."""
 
 
 def note_run(model: nn.Module, given: int, run: int) -> None:
     """Note how many images were given to a model's tower, and how many of them ran."""
-    key = next(iter(model.parameters()), None)
-    if key is not None:
-        _runs[key] = ImagesRun(given, run)
+    _runs[model] = ImagesRun(given, run)
 
 
 def images_run(parameters: Iterable[Tensor]) -> ImagesRun | None:
-    """Return the images of the last call of the model that holds one of these parameters."""
-    return next((_runs[x] for x in parameters if x in _runs), None)
+    """Return the images of the last call of a model that holds one of these parameters."""
+    wanted = {id(x) for x in parameters}
+    return next((run for model, run in _runs.items() if any(id(x) in wanted for x in model.parameters())), None)

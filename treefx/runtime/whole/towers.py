@@ -116,7 +116,8 @@ class _Call:
         values: All arguments, of all images.
         args, kwargs: Those of the distinct images, with which the tower runs.
         distinct: Which images run; None for all of them.
-        count: The number of images; None if it is unknown.
+        count: The number of images, or of rows of images; None if it is unknown.
+        in_parts: Whether each of them has several parts.
         states: The states of random numbers before the call.
     """
 
@@ -126,6 +127,7 @@ class _Call:
     kwargs: Mapping[str, Any]
     distinct: Distinct | None = None
     count: int | None = None
+    in_parts: bool = False
     states: Sequence[Tensor] = ()
 
     @property
@@ -148,7 +150,7 @@ def _begin(
             call.args = [found.select(x) for x in args]
             call.kwargs = {name: found.select(x) for name, x in kwargs.items()}
     if found is not None:
-        call.count = len(found.copy_of)
+        call.count, call.in_parts = len(found.copy_of), found.in_parts
         note_run(model, call.count, len(found.first) if call.distinct else call.count)
     call.states = _random_states(call.given)
     return call
@@ -173,7 +175,7 @@ def _end(call: _Call, result: Any) -> bool:
         return False
     drawn = any(not torch.equal(x, y) for x, y in zip(call.states, _random_states(call.given), strict=True))
     images: Any = getattr(result, "pooler_output", None)
-    one_each = isinstance(images, Tensor) and images.dim() > 2 and len(images) == call.count
+    one_each = not call.in_parts and isinstance(images, Tensor) and images.dim() > 2 and len(images) == call.count
     if (_is_list(images) or one_each) and not drawn and not any(_is_per_image(x, len(images)) for x in call.values):
         if one_each:
             note_vectors(images, functools.partial(_Numbers(call.given, [1] * len(images)), 0, len(images)))
