@@ -17,22 +17,22 @@ How one batch travels, by package:
 ``planning`` runs a forest in parts that fit into memory; ``scale`` splits a step over ranks; ``rl`` samples trees and
 gives credit on them; ``data`` loads batches; ``integrations`` are adapters for trainers; ``cli`` is the command;
 ``tools`` measure and fuzz the library, which never imports them. Users import ``backend``,
-``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` checks JSON files, ``arguments`` checks numbers;
-``extras`` names the extra of a missing library and the version; ``torch_patches`` replaces symbols of PyTorch;
+``config``, ``errors``, ``losses``, ``logprobs``, ``overlap``; ``documents`` checks JSON files, ``arguments`` checks
+numbers; ``extras`` names the extra of a missing library and the version; ``torch_patches`` replaces symbols of PyTorch;
 ``reason_codes`` lists every reason for running on rows, ``refusal_codes`` every refusal.
 
 Order of imports, each only of what stands before an arrow::
 
     extras, reason_codes, views -> refusal_codes -> errors -> arguments, documents, kernels, torch_patches -> passes
-    -> config, forests -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale -> data ->
-    integrations -> __init__ -> output -> tools -> cli -> __main__
+    -> config, forests, overlap -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale
+    -> data -> integrations -> __init__ -> output -> tools -> cli -> __main__
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treefx import data, integrations, kernels, losses, rl, scale
+    from treefx import data, integrations, kernels, losses, overlap, rl, scale
     from treefx.config import Config
     from treefx.errors import (
         ConfigError,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from treefx.inspection.report.diff import diff
     from treefx.inspection.report.report import Report
     from treefx.logprobs import edge_entropy, edge_logprobs
-    from treefx.passes import overlap
     from treefx.planning.execution.backward import backward, forward_backward
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
@@ -130,8 +129,8 @@ _LAZY = {
 }
 """Where each public function and class is defined; errors are in ``treefx.errors``."""
 
-_MODULES = {name: f"treefx.{name}" for name in ("data", "integrations", "kernels", "losses", "rl", "scale")}
-_MODULES["overlap"] = "treefx.passes.overlap"
+_MODULES = ("data", "integrations", "kernels", "losses", "overlap", "rl", "scale")
+"""Public modules: each is an attribute, and importable by the same name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -139,7 +138,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = import_module("treefx.extras").installed_version()
     elif name in _MODULES:
-        value = import_module(_MODULES[name])
+        value = import_module(f"treefx.{name}")
     elif name in __all__:
         value = getattr(import_module(_LAZY.get(name, "treefx.errors")), name)
     else:

@@ -1,6 +1,7 @@
 """Help, version, early refusals, progress, tables, and the public names of the package."""
 
 import dataclasses
+import importlib
 import importlib.metadata
 import inspect
 import io
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -126,7 +128,10 @@ def test_the_package_shows_what_is_public_and_nothing_else() -> None:
     loaded, *names = done.stdout.splitlines()[0].split()
     assert loaded == "False" and names == sorted(treefx.__all__) == dir(treefx)
     assert {"convert", "inspect", "plan", "Config", "data", "rl", "scale", "losses"} <= set(names)
-    assert all(getattr(treefx, name) is not None for name in names)
+    values = {name: getattr(treefx, name) for name in names}
+    modules = {name: x for name, x in values.items() if isinstance(x, ModuleType)}
+    assert {"data", "overlap"} < set(modules) and None not in values.values()
+    assert {name: importlib.import_module(f"treefx.{name}") for name in modules} == modules
     assert issubclass(treefx.RecordError, treefx.TreefxError)
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         treefx.nope  # noqa: B018
