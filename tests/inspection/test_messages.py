@@ -113,8 +113,9 @@ def test_warnings_summaries_and_refusals_of_operators(what: str, code: str) -> N
     assert [ENDS.findall(text) for text in texts] == [[code]]
     report: Any = treefx.inspect(model)
     assert code in ENDS.findall(report.summary()) and f"See {TROUBLESHOOTING}#{code.lower()}." in report.why()
-    with pytest.raises(Exception, match=re.escape(marked(code))):
+    with pytest.raises(Exception, match=re.escape(marked(code))) as refused:
         train(compiled(what, min_sharing=1.0, on_unsupported="error"), ids_of())
+    assert str(refused.value).count(f"[{code}") == 1
 
 
 @pytest.mark.parametrize(

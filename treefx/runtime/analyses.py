@@ -314,24 +314,23 @@ class Analyses:
         return isinstance(other, Analysis) and _gains(other) != _gains(analysis)
 
     def _refusal(self, analysis: Analysis) -> Reason | None:
-        unsupported = _listed(analysis.expansions)
+        items = analysis.expansions or analysis.obstacles
+        code = _first_code(items) if items else ""
+        causes = _listed(items, code)
         if analysis.expansions and self._config.on_unsupported == "error":
             raise UnsupportedError(
-                f"every operator should have a token-wise law (on_unsupported='error'), but {unsupported}; "
+                f"every operator should have a token-wise law (on_unsupported='error'), but {causes}; "
                 "use on_unsupported='expand' to compute these on expanded rows",
-                _first_code(analysis.expansions),
+                code,
             )
         if analysis.expansions and self._config.on_unsupported == "fallback":
-            code = _first_code(analysis.expansions)
-            return Reason(Cause.OPERATOR, f"without a token-wise law: {unsupported}", code)
+            return Reason(Cause.OPERATOR, f"without a token-wise law: {causes}", code)
         if analysis.changed_parameter is not None:
             text = f"the model changes a parameter in its forward: {analysis.changed_parameter}"
             return Reason(Cause.OPERATOR, text)
         if not is_packed(analysis):
-            causes = unsupported or _listed(analysis.obstacles)
-            if not causes:
+            if not items:
                 return Reason(Cause.NO_ATTENTION, NO_ATTENTION)
-            code = _first_code(analysis.expansions or analysis.obstacles)
             return Reason(Cause.OPERATOR, f"nothing runs on distinct tokens, because {causes}", code)
         return None
 
@@ -348,12 +347,18 @@ def _first_code(items: Sequence[Expansion]) -> str:
     return first.code
 
 
-def _listed(items: Sequence[Expansion]) -> str:
-    """List operators, reasons and lines, without operators that only read others' rows."""
+def _listed(items: Sequence[Expansion], code: str = "") -> str:
+    """List operators, reasons, codes and lines, without operators that only read others' rows.
+
+    Args:
+        items: The operators.
+        code: That the message ends in; it is left out of the list where all operators have it.
+    """
     first = next((i for i, item in enumerate(items) if item.reason != MEETS_ROWS), len(items))
     causes = [item for i, item in enumerate(items) if i <= first or item.reason != MEETS_ROWS]
-    lines = ["" if item.line is None else f" ({item.line})" for item in causes]
-    return "; ".join(f"{item.op}: {item.reason} [{item.code}]{line}" for item, line in zip(causes, lines, strict=True))
+    named = {item.code for item in causes} != {code}
+    parts = [(item, f" [{item.code}]" if named else "", f" ({item.line})" if item.line else "") for item in causes]
+    return "; ".join(f"{item.op}: {item.reason}{own}{line}" for item, own, line in parts)
 
 
 def _inputs_of_vectors(gm: fx.GraphModule, roles: Sequence[str]) -> list[int]:
