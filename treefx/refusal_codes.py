@@ -75,7 +75,7 @@ REFUSALS: tuple[ReasonCode, ...] = (
     ),
     ReasonCode(
         "TFX211", "field of a vision tower's result",
-        "the tower ran once per distinct image, and a field with an entry per tile does not show whose entry it is",
+        "the tower ran once per distinct image, and this field does not show which part belongs to which image",
         "read pooler_output, or call the tower outside of the compiled model",
     ),
     ReasonCode(

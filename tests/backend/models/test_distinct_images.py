@@ -257,9 +257,25 @@ def test_rows_of_images(kind: type[Rows]) -> None:
         assert tower.seen == (2 if kind is Rows else int(pixels.flatten(2).ne(0).any(-1).sum()))
 
 
-def test_a_field_of_unknown_images_is_refused() -> None:
-    """Equal rows ran once, and another field has an entry per image."""
-    result = towers._noting(Rows.get_image_features)(Rows().double(), torch.stack(ROWS[1]).unsqueeze(2))
+class OneSequence(Listed):
+    """With all images in one sequence in another field, as Pixtral has them."""
+
+    def get_image_features(self, pixels: Tensor) -> Any:
+        images = super().get_image_features(pixels).pooler_output
+        return SimpleNamespace(pooler_output=images, last_hidden_state=torch.cat(images)[None])
+
+
+@pytest.mark.parametrize("kind", [Rows, OneSequence])
+def test_a_field_of_unknown_images_is_refused(kind: type[Tower]) -> None:
+    """Equal rows or images ran once."""
+    tower = kind().double()
+    pixels = draw("abab") if kind is OneSequence else torch.stack(ROWS[1]).unsqueeze(2)
+    see = towers._noting(kind.get_image_features)
+    see(tower, pixels)
+    tower.seen = 0
+    result = see(tower, pixels)
+    assert tower.seen == 2
+    torch.testing.assert_close(result.pooler_output, kind.get_image_features(tower, pixels).pooler_output)
     for read in (len, torch.sum, lambda x: x[0], lambda x: x.shape):
         with pytest.raises(UnsupportedError, match="last_hidden_state"):
             read(result.last_hidden_state)

@@ -13,9 +13,10 @@ another and no random numbers are drawn. Code shows neither, so the first call p
 
 Other modes of modules (``train``) are proved again. Towers without this proof run on all images.
 
-Pixels [n, parts, 3, H, W] give each image several tiles, or each row several images, and padding among them. A tower
-may drop padding, so that the sizes of its results do not show which entry they belong to, except for a list of one
-tensor per entry. Models read that list alone; reading another field is refused.
+A result that lists the vectors of each image may have fields of another form, as one of all images in one sequence.
+Models read the list alone; reading another field is refused. Pixels [n, parts, 3, H, W] give each image several tiles,
+or each row several images, and padding among them that a tower may drop: sizes then do not show which entry a part
+belongs to, and the list is the only form.
 """
 
 from __future__ import annotations
@@ -103,18 +104,23 @@ class Distinct:
         if _are_tensors(images):
             sizes.append([len(x) for x in images])
         try:
-            if self.in_parts:
-                restored: dict[str, Any] = {name: _Unrestored(name) for name in fields}
-                restored["pooler_output"] = self._listed(images)
-            else:
-                restored = {name: self._restored(x, sizes) for name, x in fields.items() if x is not images}
-                listed = _are_tensors(images)
-                restored["pooler_output"] = self._listed(images) if listed else self._restored(images, sizes)
+            listed = self._listed(images) if self.in_parts or _are_tensors(images) else None
+            restored = {name: self._field(name, x, sizes, listed) for name, x in fields.items() if x is not images}
+            restored["pooler_output"] = self._restored(images, sizes) if listed is None else listed
         except _UnknownForm:
             return False
         for name, x in restored.items():
             setattr(result, name, x)
         return True
+
+    def _field(self, name: str, x: Any, sizes: Sequence[list[int]], listed: Any) -> Any:
+        """Return a field of all copies, or where the list of images is all that is known, what refuses to be read."""
+        try:
+            return _Unrestored(name) if self.in_parts else self._restored(x, sizes)
+        except _UnknownForm:
+            if listed is None:
+                raise
+            return _Unrestored(name)
 
     def _listed(self, images: Any) -> Any:
         """Return a list of one entry per image, no two of them aliases."""
@@ -173,8 +179,7 @@ class _Unrestored:
     def _error(self) -> UnsupportedError:
         return UnsupportedError(
             f"field {self._name!r} of a vision tower's result cannot be expanded to all images, because the tower ran "
-            "once per distinct image and may drop padding; read pooler_output, or call the tower outside of the "
-            "compiled model"
+            "once per distinct image; read pooler_output, or call the tower outside of the compiled model"
         )
 
 
