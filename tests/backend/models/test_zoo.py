@@ -13,6 +13,7 @@ from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compare, compile_with, outcome, stats_of
 from treefx.tools.bench.zoo import run
+from treefx.tools.bench.zoo.batches import zoo_batches
 from treefx.tools.bench.zoo.run import _spread, check_model
 
 pytestmark = pytest.mark.zoo
@@ -28,7 +29,7 @@ LAYERS = {
 values, heads with a cap), and how many layers it takes to have all its kinds of layers. Those that compute in float64
 throughout are below; GPT-J and CodeGen in ``test_attention_dtypes``, Mixtral and GPT-OSS in ``test_experts``, hybrids
 in ``test_mixers`` and ``test_tree_scans``. ``treefx doctor --zoo`` has all."""
-THROUGH_AOT = {"llama", "bloom", "deepseek_v3"}
+THROUGH_AOT = {"llama", "bloom", "deepseek_v2"}
 """Those whose backward AOTAutograd derives and partitions; the others run the rewritten graph directly."""
 
 
@@ -73,16 +74,17 @@ def test_what_a_sum_that_cancels_has_lost_is_found(monkeypatch: pytest.MonkeyPat
         model.get_submodule("model.layers.1.mlp.act_fn").__class__ = Losing
         return _spread(model)
 
-    right = check_model("apertus", "eager", batches=4).batches[3]
+    monkeypatch.setattr(run, "zoo_batches", lambda count: dict([[*zoo_batches(count).items()][-1]]))
+    (right,) = check_model("apertus", "eager", batches=4).batches
     assert right.float64_errors is not None and max(right.float64_errors) <= FLOAT32
     monkeypatch.setattr(run, "_spread", spread)
-    lost = check_model("apertus", "eager", batches=4).batches[3]
+    (lost,) = check_model("apertus", "eager", batches=4).batches
     assert lost.verdict == "wrong" and lost.loss_error is not None and lost.loss_error < 1e-6
     assert lost.float64_errors is not None and lost.float64_errors[0] > 10 * FLOAT32
 
 
-IN_FLOAT64 = ("biogpt", "gpt_neox", "opt", "persimmon", "phi", "stablelm", "starcoder2")
-"""Architectures whose files cast nothing to float32 on the way to the logits, as those of Falcon and GPT-2."""
+IN_FLOAT64 = ("biogpt", "gpt2", "gpt_neox", "opt", "persimmon", "phi", "stablelm", "starcoder2")
+"""Architectures whose files cast nothing to float32 on the way to the logits, as that of Falcon."""
 
 
 @pytest.fixture
@@ -110,10 +112,9 @@ def test_architecture_in_float64(name: str) -> None:
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("name", ["gpt2", "falcon"])
-def test_shapes_in_float64(name: str) -> None:
+def test_shapes_in_float64() -> None:
     """Batches of four shapes through one compiled model."""
-    model = zoo(name, num_hidden_layers=1).double()
+    model = zoo("falcon", num_hidden_layers=1).double()
     compiled = compile_with(model, inner="eager")
     for rows, length in [(4, 20), (3, 27), (8, 40), (2, 30)]:
         batch = shared_batch(rows=rows, length=length, shared=length // 3, padding=None)
