@@ -5,7 +5,6 @@ The steps themselves, call after call, are those of ``test_steps``; here stands 
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import treefx
 from tests.backend.flash import flash_stubs, with_flash
+from tests.backend.support import in_case
 from tests.batches import Batch, distinct_tokens, distinct_with_padding, padded, shared_batch
 from tests.models import double, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
@@ -72,17 +72,8 @@ def preference(model: Any, columns: int, reference: Any) -> Tensor:
     return -F.logsigmoid(0.1 * ((chosen - rejected) - (chosen_before - rejected_before))).mean()
 
 
-def test_preferences_of_columns_in_eights_and_logits_in_float32() -> None:
-    model = llama()
-    compiled, twin = compile_with(model, inner="eager"), copy.deepcopy(model)
-    for columns in (16, 24, 16):
-        stats = assert_same(model, compiled, twin, lambda run: preference(run, columns, nullcontext), FLOAT32)  # noqa: B023
-        assert (stats["ran"], stats["fallback"]) == ("packed", None)
-    assert stats["compiles"] <= 4
-
-
 def test_a_reference_without_the_adapter() -> None:
-    """Under checkpoints; without them it is a run of TRL's (``test_trl``)."""
+    """Columns in eights, logits in float32, under checkpoints; without them it is a run of TRL's (``test_trl``)."""
     peft = pytest.importorskip("peft", reason=NEEDS_TRAINERS)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
     torch.manual_seed(0)
@@ -211,19 +202,19 @@ def kernels() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("side", ["right", "left", None])
-def test_flash_attention_of_padded_rows(side: Any, kernels: None) -> None:
+def test_flash_attention_of_padded_rows(kernels: None) -> None:
     """Padding on either side, and a mask of ones: one compiled model for all, and no compilation for each."""
     model = with_flash(double("mistral", num_hidden_layers=1, sliding_window=4))
     compiled = compile_with(model, inner="eager")
-    for seed, (rows, length) in enumerate(((4, 12), (3, 9))):
+    for seed, (rows, length, side) in enumerate(((4, 12, "right"), (3, 9, "left"), (4, 12, None), (5, 8, "right"))):
         batch = shared_batch(rows=rows, length=length, shared=6, vocab=61, padding=side, seed=seed)
         if side is None:
             full = padded(batch.input_ids.tolist(), seed=seed)
             assert full.attention_mask is not None and bool(full.attention_mask.all())
             batch = full
-        got = outcome(model, lambda batch=batch: loss_of(batch)(compiled))
-        assert_close(got, eager_step(model, batch), FLOAT64)
-        stats = stats_of(compiled)
-        assert (stats["ran"], stats["fallback"], stats["expansions"]) == ("packed", None, [])
-        assert stats["tokens"] == distinct_tokens(batch) and stats["compiles"] <= 2
+        with in_case((rows, length, side)):
+            got = outcome(model, lambda batch=batch: loss_of(batch)(compiled))
+            assert_close(got, eager_step(model, batch), FLOAT64)
+            stats = stats_of(compiled)
+            assert (stats["ran"], stats["fallback"], stats["expansions"]) == ("packed", None, [])
+            assert stats["tokens"] == distinct_tokens(batch) and stats["compiles"] <= 2
