@@ -36,8 +36,8 @@ from treefx.runtime.cut import EdgeSubset
 def test_cuts_in_float64(name: str) -> None:
     """Grouped heads and rotary positions; a sliding window shorter than the paths."""
     model, (forest, rows, weights) = double(name, num_hidden_layers=1), weighted_forest()
-    compiled, expected = compile_with(model), separate_rows(model, rows, weights)
-    plans = plans_of(forest)
+    compiled = compile_with(model, inner="aot_eager" if name == "llama" else "eager")
+    expected, plans = separate_rows(model, rows, weights), plans_of(forest)
     assert max(len(part.ancestors) for plan in plans[:-3] for part in plan.parts) > 3
     for plan in plans:
         assert_close(run(compiled, model, plan), expected, FLOAT64)
@@ -59,7 +59,7 @@ def test_experts_in_float32() -> None:
             losses.append(-logp.gather(-1, ids[0, 1:, None]).sum())
         return sum(losses, torch.zeros(()))
 
-    expected, compiled = outcome(model, each_row), compile_with(model)
+    expected, compiled = outcome(model, each_row), compile_with(model, inner="eager")
     for plan in (every_node(forest), random_cuts(forest, 1)):
         assert_close(run(compiled, model, plan), expected, FLOAT32)
 
@@ -75,8 +75,8 @@ def test_inductor() -> None:
 @pytest.mark.parametrize("spelling", ["sliding_softcap", "relative_bias"])
 def test_spellings_of_attention(spelling: str) -> None:
     """What a score loads per token is loaded for the boundary too."""
-    (model, compiled), (forest, rows, weights) = tiny(spelling, layers=1), weighted_forest()
-    expected = separate_rows(model, rows, weights)
+    (model, _), (forest, rows, weights) = tiny(spelling, layers=1), weighted_forest()
+    compiled, expected = compile_with(model, inner="eager"), separate_rows(model, rows, weights)
     for plan in (every_node(forest), random_cuts(forest, 3)):
         assert_close(run(compiled, model, plan), expected, FLOAT64)
 
@@ -91,7 +91,7 @@ def test_gradient_checkpointing() -> None:
 
 
 def test_random_forests() -> None:
-    model, compiled = tiny("sdpa_enable_gqa", kv_heads=2)
+    model, compiled = tiny("sdpa_enable_gqa", kv_heads=2, layers=1)
     check_drawn_forests(model, compiled, 8)
 
 
@@ -107,7 +107,7 @@ def test_first_part_of_one_token() -> None:
 
 def test_deep_chain_of_parts() -> None:
     """Every part reads all parts above it."""
-    (model, compiled), length = tiny(), 40
+    (model, compiled), length = tiny(), 20
     row = [5 + i % 50 for i in range(length)]
     forest, expected = treefx.Forest.from_sequences([row]), separate_rows(model, [row], [[1.0] * length])
     for keeps in (("keep",), ("recompute",)):
