@@ -98,9 +98,11 @@ def one_row(step: Step, node: fx.Node, offset: int, inner: int) -> State:
     state = step.state(node)
     position = state.rank - offset
     if state.row is not None:
-        if (state.row.dim, state.row.inner) != (position, inner):
+        if (state.row.dim, state.row.inner) == (position, inner):
+            return state
+        if step.rows > 1 or position < 0 or state.shape[position] % inner:
             raise Unknown
-        return state
+        return replace(state, row=RowDigit(position, inner))  # a single row stands anywhere
     if position < 0 or state.shape[position] == 1:
         return state
     if state.shape[position] % (step.rows * inner):

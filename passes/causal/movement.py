@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,13 +33,17 @@ def _view(step: Step) -> State:
 
 
 def _regrouped_row(row: RowDigit, rows: int, old: Sequence[int], new: Sequence[int]) -> RowDigit:
+    """Find the rows by their distance; a single row, which several dimensions may hold, in the smallest of these."""
     distance = row.inner * math.prod(old[row.dim + 1 :])
+    found = []
     for d, size in enumerate(new):
         after = math.prod(new[d + 1 :])
         inner = distance // after if after else 0
         if inner and distance % after == 0 and size % (inner * rows) == 0:
-            return RowDigit(d, inner)
-    raise Unknown
+            found.append((size // (inner * rows), RowDigit(d, inner)))
+    if not found:
+        raise Unknown
+    return min(found, key=operator.itemgetter(0))[1]
 
 
 def _regrouped(table: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import treefx
 from tests import oracle
+from tests.backend.native import native_loss, random_weights, rollouts
 from tests.backend.support import compare, compile_with
 from tests.batches import Batch, distinct_tokens, padded, shared_batch
 from tests.models import TinyLM, double
-from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, separate_rows, stats_of
 from tests.recurrences import DEFECTS, SCANS_AS_SUMS, ChunkedScan
 from tests.spellings import SPELLINGS
 from treefx.kernels.recurrence import tree_scan as kernel
@@ -59,6 +61,19 @@ def test_fork_at_every_position(name: str) -> None:
         assert stats["fallback"] is None
         assert stats["tokens"] <= distinct_tokens(batch) or on_rows
         assert stats["compiles"] == 1
+
+
+@pytest.mark.skipif(SCANS_AS_SUMS, reason="this version of transformers writes the recurrence as sums")
+def test_forest_as_one_row() -> None:
+    """Where a batch has one row, a size of one says nothing about which dimension holds it."""
+    rows = rollouts()
+    forest = treefx.Forest.from_sequences(rows, weights=random_weights(rows))
+    model = double("mamba2", **{**MODELS["mamba2"], "chunk_size": 64})
+    expected = separate_rows(model, rows, random_weights(rows))
+    compiled = compile_with(model)
+    assert_close(outcome(model, lambda: native_loss(forest)(compiled)), expected, FLOAT64)
+    stats = stats_of(compiled)
+    assert (stats["recurrences_rewritten"], stats["expansions"]) == (1, [])
 
 
 @pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK])
