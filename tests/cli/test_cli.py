@@ -95,6 +95,8 @@ def test_data_of_pairs_and_of_broken_records(tmp_path: Path) -> None:
     figures = _json(["data", str(path), "--tokenizer", "bytes", "--skip-broken", "--json"])
     assert (figures["tasks"], figures["rows"], figures["skipped"]) == (1, 2, 2)
     assert (figures["raw_tokens"], figures["tokens"]) == (2 * 10 + 5 + 6 + 2, 10 + 1 + 4 + 5 + 2)
+    planned = _json(["plan", str(path), "--tokenizer", "bytes", "--skip-broken", "--json"])
+    assert planned["tokens"] == figures["tokens"]
     result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes", "--skip-broken"])
     assert "2 answers of 1 pair " in result.output and "skipped 2; the first:" in result.output
 
@@ -125,6 +127,8 @@ def test_data_tells_drift(tmp_path: Path) -> None:
     arguments = ["data", str(path), "--tokenizer", str(folder), "--drift"]
     drift = _json([*arguments, "--json"])["drift"]
     assert drift["history"] == 1 and drift["places"][0]["where"] == f"{path}, line 1"
+    figures = [_json([command, *arguments[1:4], "--json"]) for command in ("data", "plan")]
+    assert figures[0]["tokens"] == figures[1]["tokens"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "1 history" in result.output and f"{path}, line 1, turn 1, token" in result.output
     for wrong, words in (("bytes", "--drift needs --tokenizer FOLDER"), ("no/where", "no folder 'no/where'")):

@@ -2,7 +2,7 @@
 
 Order of imports, each only of what stands before an arrow::
 
-    checks, json_schema, lazy, scripts -> measurements -> explain_batch, explain_text, plan_many, schemas
+    checks, json_schema, lazy, rollouts, scripts -> measurements -> explain_batch, explain_text, plan_many, schemas
     -> explain, plan -> data, demo, doctor, fuzz, inspect_model, run, simulate -> bench -> app
 """
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from treefx.cli.checks import check_input, check_output
-from treefx.errors import InputError, shorten
+from treefx.cli.rollouts import Rollouts, check_tokenizer, make_encoder
+from treefx.errors import InputError
 from treefx.output import console, count, make_table, notes, print_json, print_line, waiting
 
 if TYPE_CHECKING:
@@ -20,13 +19,8 @@ if TYPE_CHECKING:
         Conversation,
         DriftReport,
         OnError,
-        Preference,
-        ReadReport,
-        Sample,
         SharingStatistics,
-        Text,
         Tokenizer,
-        Trace,
     )
 
 __all__ = ["data"]
@@ -88,13 +82,13 @@ def data(
         progress.tell("reading rollouts")
         report = ReadReport()
         on_error: OnError = "skip" if skip_broken else "raise"
-        read = _read(path, on_error, report, drop_null_arguments or None)
+        read = Rollouts.read(path, on_error, report, drop_null_arguments or None)
         progress.tell("counting tokens")
-        encoder = None if read.have_token_ids else _make_encoder(read.spoken(), tokenizer, vocab_size)
+        encoder = None if read.have_token_ids else make_encoder(read.spoken(), tokenizer, vocab_size)
         statistics = _count(read, encoder)
         found = _find_drift(read.conversations, encoder) if drift else None
         if draw is not None:
-            forest_of(_first_rows(read, encoder)).draw(draw)
+            forest_of(read.first_task().samples(encoder)).draw(draw)
     if report.skipped:
         notes.print(report.summary(), markup=False, soft_wrap=True)
     if json:
@@ -110,66 +104,17 @@ def data(
 
 
 def _check_tokenizer(name: str, drift: bool) -> None:
-    if not Path(name).is_dir() and name not in ("bpe", "bytes"):
-        raise InputError(f"--tokenizer must be 'bpe', 'bytes' or a folder, and there is no folder {name!r}")
+    check_tokenizer(name)
     if drift and not Path(name).is_dir():
         raise InputError("--drift needs --tokenizer FOLDER: our own tokenizers encode every message on its own")
 
 
-@dataclass(frozen=True)
-class _Rollouts:
-    """Hold what a file had: one of the three lists is not empty."""
-
-    pairs: list[Preference] = field(default_factory=list)
-    conversations: list[Conversation] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
-
-    @property
-    def have_token_ids(self) -> bool:
-        return bool(self.traces) and all(trace.texts is None for trace in self.traces)
-
-    def spoken(self) -> list[Conversation]:
-        """Return the texts, for training a tokenizer."""
-        pairs = [_spoken(pair.prompt, pair.chosen, pair.rejected) for pair in self.pairs]
-        return [*self.conversations, *pairs, *(_spoken(*trace.texts) for trace in self.traces if trace.texts)]
-
-
-def _read(path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None) -> _Rollouts:
-    from treefx.data import holds_preferences, holds_traces, load, read_preferences, read_traces, scripted_conversations
-
-    if path is None:
-        return _Rollouts(conversations=scripted_conversations())
-    if holds_traces(path):
-        return _Rollouts(traces=list(read_traces(path, on_error=on_error, report=report)))
-    if holds_preferences(path):
-        pairs = read_preferences(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
-        return _Rollouts(pairs=list(pairs))
-    return _Rollouts(conversations=load(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls))
-
-
-def _count(read: _Rollouts, encoder: Tokenizer | ChatTokenizer | None) -> SharingStatistics:
+def _count(read: Rollouts, encoder: Tokenizer | ChatTokenizer | None) -> SharingStatistics:
     from treefx.data import pair_statistics, sharing_statistics, trace_statistics
 
     if read.traces or encoder is None:
         return trace_statistics(read.traces, encoder)
     return pair_statistics(read.pairs, encoder) if read.pairs else sharing_statistics(read.conversations, encoder)
-
-
-def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: int) -> Tokenizer | ChatTokenizer:
-    from treefx.data import ChatTokenizer
-    from treefx.tools.bench.job.rollouts import make_tokenizer
-
-    if not Path(name).is_dir():
-        return make_tokenizer(conversations, name, vocab_size)
-    try:
-        library: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise InputError("a tokenizer from a folder needs transformers: pip install 'treefx[examples]'") from error
-    try:
-        return ChatTokenizer(library.AutoTokenizer.from_pretrained(name, local_files_only=True))
-    except Exception as error:  # transformers and tokenizers raise anything on a broken file
-        reason = f"{type(error).__name__}: {shorten(str(error))}"
-        raise InputError(f"the folder {name} holds no tokenizer that transformers can load: {reason}") from error
 
 
 def _find_drift(conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer | None) -> DriftReport:
@@ -179,24 +124,6 @@ def _find_drift(conversations: Sequence[Conversation], encoder: Tokenizer | Chat
         raise InputError("--drift compares turns of conversations; pairs of answers and traces have none")
     assert isinstance(encoder, ChatTokenizer)  # _check_tokenizer
     return find_drift(conversations, encoder)
-
-
-def _first_rows(read: _Rollouts, encoder: Tokenizer | ChatTokenizer | None) -> list[Sample]:
-    from treefx.data import group_by_task, make_samples, preference_batch, trace_samples
-
-    if read.traces or encoder is None:
-        return trace_samples([trace for trace in read.traces if trace.group == read.traces[0].group])
-    if read.pairs:
-        return preference_batch(read.pairs[:1], encoder).samples
-    return make_samples(next(iter(group_by_task(read.conversations).values())), encoder)
-
-
-def _spoken(*parts: Text) -> Conversation:
-    """Return texts as messages of a user."""
-    from treefx.data import Conversation, Message
-
-    said = [(Message("user", part),) if isinstance(part, str) else part for part in parts]
-    return Conversation("", 0, tuple(message for messages in said for message in messages))
 
 
 def _print(statistics: SharingStatistics, trees: str) -> None:

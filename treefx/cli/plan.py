@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treefx.cli.checks import check_choice, check_input, check_output, check_positive, parse_bytes
+from treefx.cli.rollouts import Rollouts, check_tokenizer, make_encoder
 from treefx.errors import InputError, shorten
 from treefx.output import notes, print_json, print_line, waiting
 
 if TYPE_CHECKING:
-    from treefx.data import Sample
     from treefx.planning.cost.analytic import Dimensions
     from treefx.planning.cost.model import CostModel
     from treefx.planning.search.plan import Plan
@@ -25,13 +25,15 @@ _SAMPLE_MODEL = {
     "vocabulary": 151_936, "parameters": 596_049_920, "active_parameters": 596_049_920,
 }  # fmt: skip
 """Qwen3 0.6B, whose embedding is its head."""
+_VOCABULARY = 4096
+"""The largest of a BPE that is trained on the rollouts."""
 
 
 # Long: an option takes one line or three.
 def plan(
     rollouts: Annotated[
         Path | None,
-        typer.Argument(help="A file or folder: tau-bench, ToolBench or OpenAI chats. Default: a scripted sample."),
+        typer.Argument(help="A file or folder, as for `treefx data`. Default: a scripted sample."),
     ] = None,
     memory: Annotated[str, typer.Option(help="The limit, such as 24GiB, for parameters and gradients too.")] = "24GiB",
     model: Annotated[
@@ -45,7 +47,13 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of parameters and activations, with --model.")] = "bfloat16",
     tflops: Annotated[float, typer.Option(help="Speed reached in training, with --model.")] = 200.0,
     host_gbps: Annotated[float, typer.Option(help="GB/s to host memory, with --model; 0: none is used.")] = 0.0,
-    tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="'bpe', trained on the text at hand, 'bytes', or the folder of a Hugging Face tokenizer."),
+    ] = "bpe",
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out broken records and count them, instead of ending there.")
+    ] = False,
     strategy: Annotated[str, typer.Option(help="'auto', or a way to cut by name: see --compare.")] = "auto",
     sharing: Annotated[
         str, typer.Option(help="'all', or 'auto': levels whose sharing is predicted to cost more are computed again.")
@@ -76,13 +84,14 @@ def plan(
     if model is not None and profile is not None:
         raise InputError("expected --model or --profile, got both: either says what a token costs")
     check_choice("--dtype", dtype, _BYTES_OF)
-    check_choice("--tokenizer", tokenizer, ("bpe", "bytes"))
+    check_tokenizer(tokenizer)
     check_positive("--tflops", tflops)
     check_input(rollouts)
     check_input(profile)
     check_output("--draw", draw)
     with waiting("loading PyTorch", quiet=json) as progress:
         from treefx.cli.plan_many import show_step, show_strategies
+        from treefx.data import ReadReport
         from treefx.forests.forest import Forest
         from treefx.planning.search.planner import plan as make_plan
         from treefx.planning.search.strategies import strategy_names
@@ -93,7 +102,10 @@ def plan(
         check_choice("--sharing", sharing, ("all", "auto"))
         cost = _read_cost(model, profile, (dtype, tflops, host_gbps))
         progress.tell("reading rollouts")
-        forest = Forest.from_sequences([sample.tokens for sample in _read_samples(rollouts, tokenizer)])
+        report = ReadReport()
+        read = Rollouts.read(rollouts, "skip" if skip_broken else "raise", report)
+        encoder = None if read.traces else make_encoder(read.spoken(), tokenizer, _VOCABULARY)
+        forest = Forest.from_sequences([sample.tokens for sample in read.samples(encoder)])
         progress.tell("planning")
         if compare:
             attempts = compare_strategies(forest, cost, limit)
@@ -102,23 +114,14 @@ def plan(
             step = predict_step(forest, ranks, cost, limit, link_bytes_per_second=link)
         else:
             found = make_plan(forest, cost, limit, strategy=strategy, sharing="auto" if sharing == "auto" else "all")
+    if report.skipped:
+        notes.print(report.summary(), markup=False, soft_wrap=True)
     if compare:
         show_strategies(attempts, draw, json)
     elif ranks > 1:
         show_step(step, json)
     else:
         _show(found, draw, json)
-
-
-def _read_samples(rollouts: Path | None, tokenizer: str) -> list[Sample]:
-    """Return the rows of traces as recorded, or of conversations by a tokenizer."""
-    from treefx.data import holds_traces, load, make_samples, read_traces, scripted_conversations, trace_samples
-    from treefx.tools.bench.job.rollouts import make_tokenizer
-
-    if rollouts is not None and holds_traces(rollouts):
-        return trace_samples(read_traces(rollouts))
-    conversations = load(rollouts) if rollouts is not None else scripted_conversations()
-    return make_samples(conversations, make_tokenizer(conversations, tokenizer))
 
 
 def _read_cost(model: str | None, profile: Path | None, speeds: tuple[str, float, float]) -> CostModel:
