@@ -5,6 +5,7 @@ The steps themselves, call after call, are those of ``test_steps``; here stands 
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -72,8 +73,17 @@ def preference(model: Any, columns: int, reference: Any) -> Tensor:
     return -F.logsigmoid(0.1 * ((chosen - rejected) - (chosen_before - rejected_before))).mean()
 
 
+def test_preferences_of_columns_in_eights_and_logits_in_float32() -> None:
+    model = llama()
+    compiled, twin = compile_with(model, inner="eager"), copy.deepcopy(model)
+    for columns in (16, 24, 16):
+        stats = assert_same(model, compiled, twin, lambda run: preference(run, columns, nullcontext), FLOAT32)  # noqa: B023
+        assert (stats["ran"], stats["fallback"]) == ("packed", None)
+    assert stats["compiles"] <= 4
+
+
 def test_a_reference_without_the_adapter() -> None:
-    """Columns in eights, logits in float32, under checkpoints; without them it is a run of TRL's (``test_trl``)."""
+    """Under checkpoints; without them it is a run of TRL's (``test_trl``)."""
     peft = pytest.importorskip("peft", reason=NEEDS_TRAINERS)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
     torch.manual_seed(0)
