@@ -107,6 +107,26 @@ def test_pipeline_stages_do_not_know_each_others_routes() -> None:
         convert(model)
 
 
+def test_fused_routing_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recorded before stays, for a call that passes the recording by."""
+    model = convert(routes.model())
+    routes.set_action("record")
+    before = torch.arange(routes.CHOSEN)[None].expand(60, -1)
+    for router in routes.routers(model):
+        router.router_replay.recorded_topk_idx = before
+        monkeypatch.setattr(router.router_replay, "record_indices", lambda chosen: None)
+    engine.padded(model, ROWS)
+    assert tokens(model) and all(router.router_replay.recorded_topk_idx is before for router in routes.routers(model))
+
+
+def test_further_tensors_leave_the_call_as_it_came() -> None:
+    model = convert(routes.model())
+    routes.routers(model)[1].router_replay.replay_mask = torch.ones(3)
+    with pytest.warns(UserWarning, match="router replay holds 'replay_mask'"):
+        engine.padded(model, ROWS)
+    assert treefx.inspect(model).stats["ran"] == "ordinary"
+
+
 def test_routes_of_another_batch_leave_the_call_as_it_came() -> None:
     model = convert(routes.model())
     longer = [*ROWS, ROWS[0]]

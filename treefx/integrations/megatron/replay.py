@@ -30,6 +30,7 @@ from treefx.runtime.token_bits import number_tokens
 __all__ = ["ReplayedRouting", "replays", "routes_to_replay"]
 
 _RECORD, _FORWARD, _BACKWARD = "record", "replay_forward", "replay_backward"
+_FIELDS = ("target_topk_idx", "recorded_topk_idx")
 _SEQUENCE_FIRST = (Factor(Axis.TOKEN, -1),), (Factor(Axis.ROW, -1),), (Factor(Axis.PLAIN, -1),)
 
 
@@ -47,8 +48,11 @@ def routes_to_replay(routers: Sequence[Any], shape: torch.Size, is_split: bool) 
         is_split: Whether positions are split over tensor-parallel ranks.
 
     Returns:
-        The numbers, None if no router replays, or why the call runs as it came.
+        int64 [B, T], None if no router replays, or why the call runs as it came.
     """
+    strange = next((name for router in routers for name in _unknown(router.router_replay)), None)
+    if strange is not None:
+        return Reason(Cause.INPUT, f"router replay holds {strange!r}, of which nothing is known on a tree")
     found = [routes for routes in map(_given, routers) if routes is not None]
     if not found:
         return None
@@ -61,6 +65,11 @@ def routes_to_replay(routers: Sequence[Any], shape: torch.Size, is_split: bool) 
         return Reason(Cause.INPUT, text)
     together = torch.cat([x.to(torch.int64) for x in planes], 1)
     return number_tokens(together.view(columns, rows, -1), _SEQUENCE_FIRST)
+
+
+def _unknown(replay: Any) -> list[str]:
+    """Return further tensors, as a mask of positions that are replayed in other versions."""
+    return [name for name, x in vars(replay).items() if isinstance(x, Tensor) and name not in _FIELDS]
 
 
 def _given(router: Any) -> Tensor | None:
@@ -94,7 +103,7 @@ class ReplayedRouting(Routing):
         """Hold the routes of distinct tokens where the router looks for those of positions."""
         replay, action = self.router.router_replay, _action(self.router.router_replay)
         gather, scatter = across_ranks() if self.is_split else (same, same)
-        target = replay.target_topk_idx
+        target, before = replay.target_topk_idx, replay.recorded_topk_idx
         routes = _given(self.router)
         if routes is not None:
             of_tokens = scatter(_of_positions(gather(routes), tree)[tree.first_N.to(routes.device)])
@@ -107,7 +116,7 @@ class ReplayedRouting(Routing):
         finally:
             replay.target_topk_idx = target
         recorded = replay.recorded_topk_idx
-        if action == _RECORD and recorded is not None:
+        if action == _RECORD and recorded is not None and recorded is not before:  # fused routing records nothing
             token = tree.token_TB.reshape(-1).clamp(min=0)
             replay.recorded_topk_idx = scatter(gather(recorded)[token])
 
