@@ -157,7 +157,7 @@ def _factors(step: Step, left: fx.Node, right: fx.Node) -> tuple[State, State, R
     a, b = step.state(left), step.state(right)
     rank, row = a.rank, a.row or b.row
     if row is not None and rank == 3 and step.rows == 1:
-        row = RowDigit(0, 1)  # a single row stands anywhere
+        row = RowDigit(0, a.shape[0])  # a single row stands anywhere: outermost, as views keep it
     if row is not None and rank == 3 and row.dim == 0:
         a, b = (one_row(step, node, 3, row.inner) for node in (left, right))
     elif row is not None and (a.row is None) == (b.row is None):

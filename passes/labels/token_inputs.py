@@ -117,7 +117,9 @@ def _dims_of_tokens(node: fx.Node, rows: int, columns: int) -> Dims | None:
         return (row, token, *plain_dims(shape[2:]))
     if len(shape) == 3 and _is_same(shape[1], rows) and _is_same(shape[2], columns):
         return (*plain_dims(shape[:1]), row, token)
-    return ((*row, *token), *plain_dims(shape[1:])) if _is_same(shape[0], rows * columns) else None
+    if _is_same(shape[0], rows * columns) and not _is_same(shape[1], columns):  # of one row, [T, T] may be a mask
+        return ((*row, *token), *plain_dims(shape[1:]))
+    return None
 
 
 def _is_mask(node: fx.Node, columns: int) -> bool:

@@ -23,6 +23,7 @@ from treefx.passes.causal import tree_mixers
 ROWS, LENGTH, CHUNK = 3, 10, 4
 """The length is no multiple of the chunk, neither the model's nor the tree's."""
 BATCH = shared_batch(rows=ROWS, length=LENGTH, shared=4, vocab=61)
+ONE_ROW = padded([list(range(3, 3 + LENGTH))])
 
 MODELS = {
     "mamba2": {"num_hidden_layers": 1, "chunk_size": CHUNK, "n_groups": 2},
@@ -84,13 +85,14 @@ def test_whole_chunks(length: int) -> None:
     assert (stats["recurrences_rewritten"], stats["expansions"]) == (len(scans), [])
 
 
-def test_spellings() -> None:
+@pytest.mark.parametrize("batch", [BATCH, ONE_ROW], ids=["rows", "one row"])
+def test_spellings(batch: Batch) -> None:
     """One after the other in one model: each is recognised, and none is wrong."""
     scans = nn.Sequential(
         ChunkedScan(grouped=True), ChunkedScan(decays=False), ChunkedScan(skip=True), ChunkedScan(True, decays=False),
         ChunkedScan(True, skip=True, grouped=True), ChunkedScan(by_feature=True), ChunkedScan(True, by_feature=True),
     )  # fmt: skip
-    stats = compare(small(scans), BATCH).stats
+    stats = compare(small(scans), batch, min_sharing=1.0).stats
     assert (stats["recurrences_rewritten"], stats["expansions"]) == (len(scans), [])
 
 
@@ -105,13 +107,14 @@ class SideBySide(nn.Module):
         return torch.stack([mixer(x) for mixer in self.mixers]).sum(0)
 
 
+@pytest.mark.parametrize("batch", [BATCH, ONE_ROW], ids=["rows", "one row"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_near_misses_stay_on_rows(causal: bool) -> None:
+def test_near_misses_stay_on_rows(causal: bool, batch: Batch) -> None:
     """Each is another function, or another derivative: not recognised, and exact."""
     chosen = [defect for defect in DEFECTS if causal == (defect not in ("reversed", "ahead"))]
     mixers = [ChunkedScan(name == "step", name) for name in chosen]
     mixers += [ChunkedScan(True, "border", by_feature=True)] if causal else []
-    stats = compare(small(SideBySide(*mixers)), BATCH).stats
+    stats = compare(small(SideBySide(*mixers)), batch, min_sharing=1.0).stats
     assert stats["recurrences_rewritten"] == 0 and stats["expansions"]
     assert all(item["contracted"] for item in stats["expansions"]) == causal
 
