@@ -30,10 +30,10 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 256
 
 
-def _forest(seed: int, spans: tuple[int, int] = (100, 500)) -> treefx.Forest:
+def _forest(seed: int, spans: tuple[int, int] = (100, 500), count: int = 8) -> treefx.Forest:
     random = np.random.default_rng(seed)
     rows: list[list[int]] = []
-    for _ in range(8):
+    for _ in range(count):
         source = rows[random.integers(len(rows))] if rows else []
         kept = source[: random.integers(1, len(source) + 1)] if source else []
         rows.append(kept + random.integers(0, VOCABULARY, random.integers(*spans)).tolist())
@@ -152,6 +152,16 @@ def test_measured_peaks_of_small_forests_are_under_the_limits(runner: Runner) ->
     for trial in run_under_limits(runner, _forest(0, (40, 200))):
         assert trial.measured.bytes <= trial.plan.peak_bytes <= trial.plan.memory_limit_bytes
         assert trial.loss_error <= 1e-5
+
+
+def test_what_a_long_forest_takes_per_token_is_counted(runner: Runner) -> None:
+    """10,000 tokens: a mark of four bytes for each of them is more than all that is allowed for small tensors."""
+    forest = _forest(2, count=32)
+    assert _forest(0).deepest.bit_length() == forest.deepest.bit_length() and forest.num_tokens > 10_000
+    whole = runner.uncut_bytes(forest)
+    for share in (7, 8, 10):
+        plan = treefx.plan(forest, runner.profile, whole // share)
+        assert runner.run([plan]).bytes <= plan.peak_bytes <= plan.memory_limit_bytes
 
 
 @pytest.fixture

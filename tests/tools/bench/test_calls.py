@@ -12,7 +12,7 @@ MOST = {
     "forest": (421, 44),
     "converted": (493, 41),
     "converted, head packed": (689, 45),
-    "a plan of 7 parts": (6111, 59),
+    "a plan of 7 parts": (6112, 59),
 }
 """Calls and files of the forward; of a plan, of the whole step."""
 

@@ -68,7 +68,7 @@ class Store:
         self.forest, self.parts, self.ranks = forest, parts, ranks
         self.host = forest if forest.device.type == "cpu" else forest.to("cpu")
         self._owner = torch.full((forest.num_tokens,), -1, dtype=torch.int32)
-        self._slot, self._state_slot = torch.zeros(2, forest.num_tokens, dtype=torch.int32)
+        self._slot = torch.zeros(forest.num_tokens, dtype=torch.int32)
         for part in parts:
             self._owner[part.tokens] = part.index
         self._values: dict[int, list[Tensor]] = {}
@@ -81,19 +81,20 @@ class Store:
         return tokens
 
     def exits(self, part: Part) -> Tensor:
-        """Return the tokens of a part that parts below hang on, int64 [X], in the order of a later `put`."""
-        tokens = part.tokens[self._is_exit[part.tokens]] if part.children else part.tokens[:0]
-        self._state_slot[tokens] = torch.arange(len(tokens), dtype=torch.int32)
-        return tokens
+        """Return the tokens of a part that parts below hang on, int64 [X], ascending: the order of a later `put`."""
+        return self._exits.get(part.index, part.tokens[:0])
 
     @cached_property
-    def _is_exit(self) -> Tensor:
-        """Whether each token has a child in another part, bool [N]."""
-        above = self.host.parent.to(torch.int64)
-        crosses = (above >= 0) & (self._owner >= 0) & (self._owner[above] != self._owner)
-        found = torch.zeros(len(above), dtype=torch.bool)
-        found[above[crosses]] = True
-        return found
+    def _exits(self) -> dict[int, Tensor]:
+        """The tokens with a child in another part, by their own part: few, so they are listed, not marked in [N]."""
+        found = []
+        for part in self.parts:
+            above = self.host.parent[part.tokens]
+            above = above[above >= 0].to(torch.int64)
+            found.append(above[self._owner[above] != part.index])
+        above = torch.tensor(sorted(set(torch.cat(found).tolist())), dtype=torch.int64)
+        owners = self._owner[above]
+        return {owner: above[owners == owner] for owner in set(owners.tolist())}
 
     def put(self, part: Part, handed: Sequence[Tensor]) -> None:
         """Keep the outgoing K/V and states of a part for its descendants."""
@@ -125,18 +126,17 @@ class Store:
         owners, owners_of_states = self._owner[above], self._owner[entries]
         found = []
         for owner in torch.unique(owners).tolist():
-            of_tokens = self._places(owners == owner, self._slot, above)
-            of_states = self._places(owners_of_states == owner, self._state_slot, entries)
-            assert of_tokens is not None
-            found.append(Crossing(owner, *of_tokens, *(of_states or ())))
+            rows = (owners == owner).nonzero().squeeze(1)
+            places = self._places(rows, self._slot[above[rows]].to(torch.int64))
+            rows = (owners_of_states == owner).nonzero().squeeze(1)
+            if len(rows):
+                places += self._places(rows, torch.searchsorted(self._exits[owner], entries[rows]))
+            found.append(Crossing(owner, *places))
         return found
 
-    def _places(self, chosen: Tensor, slot: Tensor, tokens: Tensor) -> tuple[slice | Tensor, slice | Tensor] | None:
-        """Return places of the chosen tokens, and their slots; None where there are none."""
-        rows = chosen.nonzero().squeeze(1)
-        if not len(rows):
-            return None
-        device, slots = self.forest.device, slot[tokens[rows]].to(torch.int64)
+    def _places(self, rows: Tensor, slots: Tensor) -> tuple[slice | Tensor, ...]:
+        """Return rows of a boundary and where their owner holds them."""
+        device = self.forest.device
         return _slice_or_index(rows, device), _slice_or_index(slots, device)
 
     def gather(self, crossings: Sequence[Crossing], sizes: tuple[int, int], like: Sequence[Tensor]) -> list[Tensor]:
