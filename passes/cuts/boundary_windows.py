@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
+from treefx.kernels import ops as _ops  # noqa: F401  (registers tree_attention)
 from treefx.passes.cuts.boundary_states import SCANS
 
 __all__ = ["Window", "extend_windows", "find_windows"]

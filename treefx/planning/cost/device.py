@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 
+from treefx.kernels import ops as _ops  # noqa: F401  (registers tree_attention)
 from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.gpu.triton_tree.configs import Config, candidates, one_pass_fits, usable_shared_memory
