@@ -107,6 +107,9 @@ def start(rank: int = 0, world: int = 1, port: int = 0, put: Put = setattr) -> N
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     """Start in this process, and leave PyTorch and Megatron as they were."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    get_moe_layer_wise_logging_tracker().clear()  # of as many layers as the first model that counted losses had
     with pytest.MonkeyPatch.context() as patch:
         start(put=partial(patch.setattr, raising=False))
         try:
