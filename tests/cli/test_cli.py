@@ -101,6 +101,14 @@ def test_data_of_pairs_and_of_broken_records(tmp_path: Path) -> None:
     assert "2 answers of 1 pair " in result.output and "skipped 2; the first:" in result.output
 
 
+@pytest.mark.parametrize("command", ["data", "plan"])
+def test_files_of_broken_records_alone(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text("{\n{\n")
+    with pytest.raises(InputError, match=r"at least one record that can be read.*skipped 2.*line 1: is not JSON"):
+        CliRunner().invoke(app, [command, str(path), "--skip-broken"], catch_exceptions=False, standalone_mode=False)
+
+
 def test_data_and_plan_of_traces(tmp_path: Path) -> None:
     """Traces have token ids: no tokenizer is made."""
     path = tmp_path / "rollouts.jsonl"

@@ -36,7 +36,11 @@ class Rollouts:
 
     @classmethod
     def read(cls, path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None = None) -> Rollouts:
-        """Read a file or folder; the scripted sample without one."""
+        """Read a file or folder; the scripted sample without one.
+
+        Raises:
+            InputError: nothing can be read, or all that is there was skipped.
+        """
         from treefx.data import (
             holds_preferences,
             holds_traces,
@@ -49,11 +53,16 @@ class Rollouts:
         if path is None:
             return cls(conversations=scripted_conversations())
         if holds_traces(path):
-            return cls(traces=list(read_traces(path, on_error=on_error, report=report)))
-        if holds_preferences(path):
+            found = cls(traces=list(read_traces(path, on_error=on_error, report=report)))
+        elif holds_preferences(path):
             pairs = read_preferences(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
-            return cls(pairs=list(pairs))
-        return cls(conversations=load(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls))
+            found = cls(pairs=list(pairs))
+        else:
+            read = load(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
+            found = cls(conversations=read)
+        if report.skipped and found == cls():
+            raise InputError(f"expected at least one record that can be read in {path}; {report.summary()}")
+        return found
 
     @property
     def have_token_ids(self) -> bool:
