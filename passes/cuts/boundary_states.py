@@ -26,12 +26,14 @@ from torch import fx
 from treefx.kernels.recurrence import part_scan as _part_scan  # noqa: F401  (registers it)
 from treefx.passes.trace import library_part
 
-__all__ = ["SCANS", "extend_scan", "find_scans", "state_of"]
+__all__ = ["PARTS", "SCANS", "extend_scan", "find_scans", "state_of"]
 
 _SCAN, _LIBRARY = torch.ops.treefx.tree_scan.default, torch.ops.treefx.library_tree.default
 _IN_PART: dict[Any, Any] = {_SCAN: torch.ops.treefx.part_scan.default, _LIBRARY: torch.ops.treefx.library_part.default}
 SCANS: frozenset[Any] = frozenset(_IN_PART)
 """Recurrences of a packed graph with states that cross cuts."""
+PARTS: frozenset[Any] = frozenset(_IN_PART.values())
+"""The same in the graph of a part; their last arguments are the states that enter, `entry` and `exits`."""
 
 
 def find_scans(gm: fx.GraphModule) -> list[fx.Node]:

@@ -337,7 +337,7 @@ def test_masks_of_forks_count(share: float) -> None:
         forks = len(torch.unique(torch.searchsorted(part.tokens, ends[part.tokens].to(torch.int64)))) > 1
         assert (size.mask > 0) == forks
     if share >= 0.5:  # a plan without them would not keep the promise
-        assert planner.with_masks(replace(bare, cost=masked.cost)).peak_bytes > masked.memory_limit_bytes
+        assert planner.with_final_sizes(replace(bare, cost=masked.cost)).peak_bytes > masked.memory_limit_bytes
 
 
 def test_every_limit_is_kept_or_refused_where_masks_count() -> None:

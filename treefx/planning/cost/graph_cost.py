@@ -1,5 +1,6 @@
 """Read bytes and FLOPs of a part from its graphs, as polynomials in its size."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,13 @@ import torch
 from torch import fx
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.common import accumulation_dtype
 from treefx.passes.analysis import Rewritten
 from treefx.planning.cost.device import device_lists
 from treefx.planning.cost.liveness import live_bytes, size_expression, storages
 from treefx.planning.cost.model import MONOMIALS, sum_rows
+from treefx.planning.cost.state_workspace import chain_bytes
+from treefx.planning.cost.states import PerRun, StateCost
 from treefx.planning.cost.workspace import FLASH_BLOCK, workspace
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "held_row",
     "kv_rows",
     "lists_row",
+    "state_cost",
 ]
 
 _ATTENTIONS = {
@@ -45,30 +50,35 @@ class Sizes:
     tokens: sympy.Symbol
     boundary: sympy.Symbol
     outgoing: sympy.Symbol
+    entering: sympy.Symbol | None = None
+    leaving: sympy.Symbol | None = None
 
     @classmethod
     def of(cls, rewritten: Rewritten) -> "Sizes":
         """Read symbols of the graph's inputs.
 
-        N from the metadata, P from the boundary's K/V, Q from the outgoing tokens.
+        N from the metadata, P from the boundary's K/V, Q from the outgoing tokens, S and X from states.
         """
         assert rewritten.cut is not None
         named = {node.name: node for node in rewritten.gm.graph.find_nodes(op="placeholder")}
+        states = rewritten.cut.states
         return cls(
             tokens=size_expression(rewritten.count.count),
             boundary=size_expression(named["lo"].meta["val"].shape[0]),
             outgoing=size_expression(named["outgoing"].meta["val"].shape[0]),
+            entering=size_expression(states[0].shape[1]) if states else None,
+            leaving=size_expression(named["exits"].meta["val"].shape[0]) if states else None,
         )
 
     def row(self, expression: sympy.Expr) -> list[float]:
         """Return the coefficients of `cost.MONOMIALS`.
 
-        Outgoing tokens are left out, the planner accounts for them itself.
+        Outgoing tokens and states are left out, the planner accounts for them itself.
 
         Raises:
             UnsupportedError: a size is no polynomial of second degree.
         """
-        expression = sympy.expand(expression.subs(self.outgoing, 0))
+        expression = sympy.expand(expression.subs(dict.fromkeys(self._counted_apart, 0)))
         others = expression.free_symbols - {self.tokens, self.boundary, FLASH_BLOCK}
         try:
             terms = dict(sympy.Poly(expression, self.tokens, self.boundary, FLASH_BLOCK).terms())
@@ -83,6 +93,28 @@ class Sizes:
         for powers, value in terms.items():
             row[MONOMIALS.index(_POWERS[powers])] = max(float(value), 0.0)
         return row
+
+    @property
+    def _counted_apart(self) -> list[sympy.Symbol]:
+        return [size for size in (self.outgoing, self.entering, self.leaving) if size is not None]
+
+    def per_state(self, expressions: Iterable[sympy.Expr]) -> tuple[float, float]:
+        """Return the most bytes of any expression per state that enters, and per state that leaves.
+
+        Raises:
+            UnsupportedError: a size depends on the number of states and on another size.
+        """
+        entering, leaving = [0.0], [0.0]
+        for expression in map(sympy.expand, dict.fromkeys(expressions)):
+            for size, most in ((self.entering, entering), (self.leaving, leaving)):
+                slope = expression.diff(size)
+                if not slope.is_number:
+                    raise UnsupportedError(
+                        f"bytes of a graph should grow with the number of states of recurrences alone, but a value "
+                        f"takes {expression}; give treefx.plan a CostModel of your own"
+                    )
+                most.append(float(slope))
+        return max(entering), max(leaving)
 
     def rows(self, expressions: Iterable[sympy.Expr]) -> list[list[float]]:
         """`row` of every different expression."""
@@ -107,7 +139,7 @@ class TrainGraphs:
     def results(self) -> list[Any]:
         """Fake values that the model returns, K/V not among them."""
         assert self.rewritten.cut is not None
-        caches = len(self.rewritten.cut.caches)
+        caches = len(self.rewritten.cut.caches) + len(self.rewritten.cut.states)
         return _output_values(self.forward)[: len(_output_values(self.rewritten.gm)) - caches]
 
     @property
@@ -121,11 +153,15 @@ def held_row(graphs: TrainGraphs, sizes: Sizes, *, keeps_results: bool) -> list[
 
     They are saved values, the boundary's K/V, and results that a loss saves.
     """
+    return sizes.row(_held(graphs, keeps_results=keeps_results))
+
+
+def _held(graphs: TrainGraphs, *, keeps_results: bool) -> sympy.Expr:
     placeholders = graphs.forward.graph.find_nodes(op="placeholder")
     inputs = [node.meta.get("val") for node in placeholders if not _is_static(node)]
     values = [*inputs, *graphs.saved, *(graphs.results if keeps_results else [])]
     parameters = {key for node in placeholders if _is_static(node) for key, _ in storages(node.meta.get("val"))}
-    return sizes.row(sympy.Add(*{key: size for key, size in storages(values) if key not in parameters}.values()))
+    return sympy.Add(*{key: size for key, size in storages(values) if key not in parameters}.values())
 
 
 def forward_rows(graphs: TrainGraphs, sizes: Sizes) -> list[list[float]]:
@@ -155,16 +191,53 @@ def backward_rows(graphs: TrainGraphs, sizes: Sizes) -> tuple[list[list[float]],
         All of them, and those around attention.
     """
 
-    def is_held(node: fx.Node) -> bool:
-        if node.name.startswith("tangents"):
-            return True
-        return any(size.free_symbols == {sizes.boundary} for _, size in storages(node.meta.get("val")))
-
-    bytes_by_call = live_bytes(graphs.backward, workspace, _is_static, is_held)
+    bytes_by_call = _backward_bytes(graphs, sizes)
     calls = [node.target for node in graphs.backward.graph.nodes if node.op == "call_function"]
     around = [size for target, size in zip(calls, bytes_by_call[1:], strict=True) if target in _ATTENTIONS]
     both = graphs.forward, graphs.backward
     return _with_lists(bytes_by_call, sizes, *both), _with_lists(around, sizes, *both)
+
+
+def _backward_bytes(graphs: TrainGraphs, sizes: Sizes) -> list[sympy.Expr]:
+    def is_held(node: fx.Node) -> bool:
+        if node.name.startswith("tangents"):
+            return True
+        given = ({sizes.boundary}, {sizes.entering})
+        return any(size.free_symbols in given for _, size in storages(node.meta.get("val")))
+
+    return live_bytes(graphs.backward, workspace, _is_static, is_held)
+
+
+def state_cost(graphs: TrainGraphs, kv_only: Rewritten) -> StateCost | None:
+    """Read what states of recurrences take; None where there are none."""
+    assert graphs.rewritten.cut is not None
+    states = graphs.rewritten.cut.states
+    if not states:
+        return None
+    sizes = Sizes.of(graphs.rewritten)
+    each = [math.prod(map(int, x.shape[2:])) for x in states]
+    handed = sum(count * x.element_size() for count, x in zip(each, states, strict=True))
+    summed = sum(count * accumulation_dtype(x).itemsize for count, x in zip(each, states, strict=True))
+    runs = {
+        "saved": [_held(graphs, keeps_results=True)],
+        "forward": live_bytes(graphs.forward, workspace, _is_static),
+        "backward": _backward_bytes(graphs, sizes),
+    }
+    slopes = {name: sizes.per_state(expressions) for name, expressions in runs.items()}
+    slopes["kv"] = Sizes.of(kv_only).per_state(live_bytes(kv_only.gm, workspace, _is_static))
+    entering, leaving = ({name: slope[side] for name, slope in slopes.items()} for side in (0, 1))
+    # While gradients are added up, one recurrence's at a time is copied and converted.
+    entering["backward"] += (handed + summed) / len(states)
+    for run in ("forward", "kv"):
+        leaving[run] = max(leaving[run] - handed, 0.0)  # the states themselves are counted where they go
+    forward, backward = chain_bytes(graphs.rewritten.gm)
+    return StateCost(
+        state_bytes=handed,
+        gradient_bytes=summed,
+        entering=PerRun(**entering),
+        leaving=PerRun(**leaving),
+        chain=PerRun(0.0, forward, backward, forward),
+    )
 
 
 def kv_rows(rewritten: Rewritten, sizes: Sizes) -> list[list[float]]:

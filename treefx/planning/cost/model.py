@@ -18,6 +18,7 @@ from treefx.arguments import check_number
 from treefx.documents import Field
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
+from treefx.planning.cost.states import StateCost
 
 __all__ = [
     "LOGITS_ROWS",
@@ -93,6 +94,12 @@ class Size(NamedTuple):
     """A: visible (query, key) pairs, the boundary's keys among them."""
     mask: int = 0
     """Elements of the masks that attention on the CPU takes for its forks; known of a finished plan alone."""
+    entering: int = 0
+    """States of recurrences that enter, one per token of the boundary that the part hangs on; likewise."""
+    leaving: int = 0
+    """Own tokens that parts below hang on, whose states leave; likewise."""
+    chains: int = 0
+    """Runs of tokens without a fork, but one; likewise."""
 
 
 class Bytes:
@@ -199,6 +206,7 @@ class CostModel:
             accumulators' own.
         forward_seconds, backward_seconds, kv_seconds: times of the three runs.
         mask_element_bytes: of the masks that attention takes for forks; 0 where it takes none.
+        states: of recurrences; None where there is none.
         forest_bytes_per_token, forest_bytes_per_raw_token: bytes of the whole forest and its edges on the device.
         host_bytes_per_second: bandwidth to host memory and back; None without offloading.
     """
@@ -215,6 +223,7 @@ class CostModel:
     kv_seconds: Seconds
     kv_tangent_bytes_per_token: float = 0.0
     mask_element_bytes: float = 0.0
+    states: StateCost | None = None
     forest_bytes_per_token: float = 0.0
     forest_bytes_per_raw_token: float = 0.0
     host_bytes_per_second: float | None = None
@@ -226,7 +235,7 @@ class CostModel:
             InputError: a figure is negative, NaN or infinite.
         """
         for name, value in vars(self).items():
-            for number in value if isinstance(value, Seconds) else () if isinstance(value, Bytes | None) else (value,):
+            for number in _numbers(value):
                 check_number(number, name, "finite and at least 0", least=0, infinite=name == _HOST)
         if self.host_bytes_per_second == 0:
             raise InputError(f"{_HOST} must be above 0, or None for no host memory, got 0")
@@ -295,7 +304,18 @@ class CostModel:
 def _plain(value: Any) -> Any:
     if isinstance(value, Bytes):
         return [list(row) for row in value.rows]
+    if isinstance(value, StateCost):
+        return {name: list(item) if isinstance(item, tuple) else item for name, item in vars(value).items()}
     return list(value) if isinstance(value, Seconds) else value
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    """The numbers of a field, but for polynomials, which check their own."""
+    if isinstance(value, StateCost):
+        return sum(map(_numbers, vars(value).values()), ())
+    if isinstance(value, tuple):
+        return tuple(value)
+    return () if isinstance(value, Bytes | None) else (value,)
 
 
 def _undominated(table: FloatArray) -> FloatArray:

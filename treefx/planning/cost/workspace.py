@@ -20,6 +20,7 @@ from treefx.planning.cost.device import device_workspace
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.memory import track_peak
 from treefx.planning.cost.model import flash_block
+from treefx.planning.cost.state_workspace import scan_workspace
 
 __all__ = ["FLASH_BLOCK", "bytes_per_pair", "workspace"]
 
@@ -37,10 +38,10 @@ _TILE_ROWS = 256
 def workspace(node: fx.Node) -> sympy.Expr:
     """Return bytes of an operator's workspace in symbols, `FLASH_BLOCK` among them.
 
-    It is 0 for all but attention.
+    It is 0 for all but attention and recurrences.
     """
     if node.target not in (_FORWARD, _BACKWARD):
-        return sympy.Integer(0)
+        return scan_workspace(node) or sympy.Integer(0)
     backward = node.target is _BACKWARD
     q, k, v = (source.meta["val"] for source in node.args[backward : backward + 3])  # type: ignore[union-attr]
     score = Score.from_json(next(item for item in node.args if isinstance(item, str)))

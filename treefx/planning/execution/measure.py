@@ -11,6 +11,7 @@ from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.memory import quick_collections, track_peak
 from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.cost.states import PerRun
 from treefx.planning.execution.execute import Executor, LogProbs, Model
 from treefx.planning.execution.gradients import Gradients
 from treefx.planning.search.part import Part, Schedule, Step, StepKind, boundary, edge_ids, outgoing
@@ -20,6 +21,7 @@ __all__ = ["Sample", "measure_steps", "probe_schedules"]
 _REPEATS = 3
 _LONGEST_BOUNDARY = 8
 """Tokens above the part with the longest boundary, in lengths of the longest part."""
+_NO_STATES = dict.fromkeys(PerRun._fields, 0.0)
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,22 @@ class Sample:
         """Predict the most bytes that the step adds to the memory in use when it began."""
         size = self.size
         shape = size.tokens, size.boundary, size.edges
+        more = _NO_STATES if cost.states is None else cost.states.run_bytes(size)
         if self.kind == "backward":
-            return cost.backward(*shape) - cost.saved(*shape) + cost.kv_tangent_bytes_per_token * size.outgoing
-        run = cost.kv if self.kind == "kv" else cost.forward
-        return run(*shape) + cost.kv_bytes_per_token * size.outgoing
+            run = cost.backward(*shape) - cost.saved(*shape) + more["backward"] - more["saved"]
+            return float(run + cost.kv_tangent_bytes_per_token * size.outgoing)
+        run = (cost.kv if self.kind == "kv" else cost.forward)(*shape) + more[self.kind]
+        return float(run + self._handed(cost))
 
     def predicted_left(self, cost: CostModel) -> float:
         """Predict the bytes that a forward leaves: saved bytes, and K/V of outgoing tokens."""
         size = self.size
-        return cost.saved(size.tokens, size.boundary, size.edges) + cost.kv_bytes_per_token * size.outgoing
+        more = 0.0 if cost.states is None else cost.states.run_bytes(size)["saved"]
+        return float(cost.saved(size.tokens, size.boundary, size.edges) + more + self._handed(cost))
+
+    def _handed(self, cost: CostModel) -> float:
+        states = 0.0 if cost.states is None else cost.states.handed_bytes(self.size)
+        return float(cost.kv_bytes_per_token * self.size.outgoing + states)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -163,4 +172,6 @@ def _size(forest: Forest, parts: Sequence[Part], part: Part) -> Size:
         edges=len(edge_ids(forest, part)),
         outgoing=len(outgoing(forest, part)) if part.children else 0,
         pairs=int((forest.depth.cpu()[part.tokens] + 1).sum()),
+        entering=int(part.parent is not None),
+        leaving=int(bool(part.children)),
     )

@@ -41,6 +41,7 @@ from treefx.planning.cost.graph_cost import (
     held_row,
     kv_rows,
     lists_row,
+    state_cost,
 )
 from treefx.planning.cost.liveness import storage_bytes
 from treefx.planning.cost.model import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients, sum_rows
@@ -230,6 +231,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], resident: int
         kv_grad_bytes_per_token=kv_grad,
         kv_tangent_bytes_per_token=kv if kv_grad != kv else 0,
         mask_element_bytes=_mask_bytes(caches),
+        states=state_cost(graphs, kv_only),
         forest_bytes_per_token=_FOREST_BYTES["token"],
         forest_bytes_per_raw_token=_FOREST_BYTES["raw_token"],
         forward=Bytes(forward),

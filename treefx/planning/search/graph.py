@@ -19,7 +19,7 @@ from treefx.planning.search.draft import Draft, held_bytes, part_seconds, peak_b
 from treefx.planning.search.layout import Layout, PartSizes, Play, measure_layout, play, to_schedule
 from treefx.planning.search.part import Keep
 from treefx.planning.search.plan import Plan
-from treefx.planning.search.simulate import measure_masks, simulate, to_moments, to_sizes
+from treefx.planning.search.simulate import measure_final, simulate, to_moments, to_sizes
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -33,7 +33,7 @@ __all__ = [
     "peak_of",
     "read_partition",
     "tree_of_blocks",
-    "with_masks",
+    "with_final_sizes",
 ]
 
 
@@ -222,9 +222,9 @@ def _path(quotient: _Quotient, part: int, name: str) -> tuple[int, ...]:
     return longest
 
 
-def with_masks(plan: Plan) -> Plan:
-    """Add the masks of tiles to a plan's moments; they depend on the places of forks."""
-    if not plan.cost.mask_element_bytes:
+def with_final_sizes(plan: Plan) -> Plan:
+    """Add masks of tiles, and states of recurrences, to a plan's moments; they depend on the places of forks."""
+    if not plan.cost.mask_element_bytes and plan.cost.states is None:
         return plan
-    sizes = measure_masks(plan.forest, plan.parts, plan.sizes)
+    sizes = measure_final(plan.forest, plan.parts, plan.sizes, plan.cost)
     return replace(plan, sizes=tuple(sizes), moments=tuple(simulate(plan.schedule, sizes, plan.cost)))

@@ -5,7 +5,7 @@ are a sum over such intervals: one addition where an interval begins, one subtra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from treefx.planning.search.blocks import Counts, IntArray, above_sums
 from treefx.planning.search.draft import Draft, find_ends, parents_of
 from treefx.planning.search.part import Keep, Part, Schedule, Step, StepKind, spans
 
-__all__ = ["KEEPS", "KINDS", "Layout", "PartSizes", "Play", "measure_layout", "play", "to_schedule"]
+__all__ = ["KEEPS", "KINDS", "Layout", "PartSizes", "Play", "count_states", "measure_layout", "play", "to_schedule"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -86,6 +86,9 @@ class PartSizes:
     outgoing: IntArray
     pairs: IntArray
     mask: IntArray
+    entering: IntArray
+    leaving: IntArray
+    chains: IntArray
 
 
 def measure_layout(counts: Counts, layout: Layout) -> PartSizes:
@@ -106,7 +109,24 @@ def measure_layout(counts: Counts, layout: Layout) -> PartSizes:
     boundary = _on_paths(counts, part, above, np.zeros_like(above), size)
     outgoing = _on_paths(counts, owner, above, top, size)
     nothing = np.zeros(size, dtype=np.int64)
-    return PartSizes(total(tokens), boundary, total(counts.edges), outgoing, total(counts.pairs), nothing)
+    return PartSizes(
+        total(tokens), boundary, total(counts.edges), outgoing, total(counts.pairs), nothing, nothing, nothing, nothing
+    )
+
+
+def count_states(counts: Counts, layout: Layout, sizes: PartSizes) -> PartSizes:
+    """Add the states that enter and leave each part, and its chains, to the sizes."""
+    size = len(layout)
+
+    def distinct(part: IntArray, token: IntArray) -> IntArray:
+        pairs = np.unique(np.stack([part, token]), axis=1)
+        return np.bincount(pairs[0], minlength=size).astype(np.int64)
+
+    part, above, owner, _ = _hanging(counts, layout)
+    begins = np.union1d(counts.runs, layout.start)
+    chains = np.bincount(layout.owner[np.searchsorted(layout.start, begins, side="right") - 1], minlength=size)
+    leaving = distinct(owner, above)
+    return replace(sizes, entering=distinct(part, above), leaving=leaving, chains=chains - 1 + leaving)
 
 
 def _hanging(counts: Counts, layout: Layout) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -189,6 +209,13 @@ def play(layout: Layout, sizes: PartSizes, cost: CostModel, order: tuple[IntArra
     mask = cost.mask_element_bytes * sizes.mask
     kv, store = cost.kv_bytes_per_token * sizes.outgoing, cost.store_bytes_per_token * sizes.outgoing
     tangents = cost.kv_tangent_bytes_per_token * sizes.outgoing
+    gradients = store - kv
+    if cost.states is not None:
+        more = cost.states.run_bytes(sizes)
+        saved, runs = saved + more["saved"], {name: runs[name] + more[name] for name in runs}
+        kv = kv + cost.states.handed_bytes(sizes)
+        gradients = gradients + cost.states.sum_bytes(sizes)
+        store = kv + gradients
     keeps = layout.keep == 0
     # A forward hands out K/V: the store, or a second copy of the K/V in it.
     handed = np.where(keeps, store, kv)

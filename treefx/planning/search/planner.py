@@ -41,10 +41,10 @@ block length from the longest run that fits uncut (`_candidates`), and takes the
 the full cost model (`simulate.simulate`). It never returns a plan whose peak is above the limit. If the forest has few
 blocks, the plans of the built-in strategies are candidates as well (`strategies`).
 
-Attention on the CPU needs masks for forks. The planner adds them to the chosen plan (`graph.with_masks`). If they
-break the limit, it searches again with that many bytes in reserve; if no plan fits then, no part gets a fork
-(`_without_forks`). With `sharing="auto"`, several parts may each compute a level that they read
-(`sharing.unshare_levels`).
+Attention on the CPU needs masks for forks, and recurrences hand states to the parts below. The planner adds both to
+the chosen plan (`graph.with_final_sizes`). If they break the limit, it searches again with that many bytes in reserve;
+if no plan fits then, no part gets a fork (`_without_forks`). With `sharing="auto"`, several parts may each compute a
+level that they read (`sharing.unshare_levels`).
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ from treefx.planning.cost.model import CostModel
 from treefx.planning.search.blocks import Blocks, Counts
 from treefx.planning.search.draft import Draft, total_seconds
 from treefx.planning.search.exact import MOST_BLOCKS, solve_exactly
-from treefx.planning.search.graph import Drafted, blocks_to_networkx, measure_drafts, read_partition, with_masks
+from treefx.planning.search.graph import Drafted, blocks_to_networkx, measure_drafts, read_partition, with_final_sizes
 from treefx.planning.search.infeasible import explain_breaking, explain_infeasible, smallest_requirement
 from treefx.planning.search.merge import merge_parts
 from treefx.planning.search.outlook import Outlook
@@ -147,19 +147,25 @@ def plan(
 def _plan(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
     if strategy != "auto":
         return _by_strategy(counts, cost, limit, strategy)
-    found = with_masks(_fastest(counts, cost, limit))
+    bare = replace(cost, states=None)
+    found = with_final_sizes(replace(_fastest(counts, bare, limit), cost=cost))
     reserve = 0
     while found.peak_bytes > limit:
-        reserve = max(found.peak_bytes - limit, 2 * reserve)
+        reserve = max(reserve + found.peak_bytes - limit, reserve * 5 // 4)
         try:
-            found = _fastest(counts, replace(cost, resident_bytes=cost.resident_bytes + reserve), limit)
-        except MemoryLimitError:
+            found = _fastest(counts, replace(bare, resident_bytes=cost.resident_bytes + reserve), limit)
+        except MemoryLimitError as error:
             chains = _without_forks(counts, cost, limit)
             if chains is None:
-                raise
+                raise MemoryLimitError(f"{error}; {reserve:,} of these bytes are {_held_back(cost)}") from None
             return chains
-        found = with_masks(replace(found, cost=cost))
+        found = with_final_sizes(replace(found, cost=cost))
     return found
+
+
+def _held_back(cost: CostModel) -> str:
+    names = "for attention's masks", "for states of recurrences"
+    return " and ".join(name for name, is_there in zip(names, (cost.mask_element_bytes, cost.states)) if is_there)
 
 
 def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
@@ -171,12 +177,12 @@ def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
     drafts = recompute_everything(blocks, alone, limit - cost.resident_bytes)
-    found = None if drafts is None else measure_drafts(blocks, drafts, cost, limit)
+    found = None if drafts is None else with_final_sizes(measure_drafts(blocks, drafts, cost, limit))
     return found if found is not None and found.peak_bytes <= limit else None
 
 
 def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
-    """Find the fastest plan without masks."""
+    """Find the fastest plan, masks and states not counted."""
     budget = limit - cost.resident_bytes
     best: Drafted | None = None
     slower = 0
@@ -229,7 +235,7 @@ def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | S
             if refusal is None:
                 raise
             break
-        found = with_masks(measure_drafts(blocks, drafts, cost, limit, name))
+        found = with_final_sizes(measure_drafts(blocks, drafts, cost, limit, name))
         if found.peak_bytes <= limit:
             return found
         refusal = refusal or MemoryLimitError(explain_breaking(found))

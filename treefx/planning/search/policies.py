@@ -25,7 +25,7 @@ from treefx.kernels.tiles.rectangles import mask_elements
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import Blocks, Counts
 from treefx.planning.search.draft import Draft
-from treefx.planning.search.graph import Drafted, with_masks
+from treefx.planning.search.graph import Drafted, with_final_sizes
 from treefx.planning.search.plan import Plan
 
 __all__ = ["Outcome", "compare_policies", "plan_policy"]
@@ -200,7 +200,7 @@ def _scheduled(plan: Plan, counts: Counts, policy: str, drafts: list[Draft]) -> 
 def _played(plan: Plan, counts: Counts, drafts: list[Draft]) -> Plan:
     """Simulate a schedule of the plan's forest, without regard to the limit."""
     played = Drafted.of(counts, drafts, plan.cost).to_plan(plan.forest, plan.memory_limit_bytes, plan.strategy)
-    return with_masks(played)
+    return with_final_sizes(played)
 
 
 def _batched(plan: Plan, policy: str, batches: Sequence[Size]) -> Outcome:

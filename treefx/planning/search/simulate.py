@@ -10,10 +10,10 @@ from treefx.forests.forest import Forest
 from treefx.kernels.tiles.rectangles import mask_elements
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import Counts
-from treefx.planning.search.layout import KINDS, Layout, PartSizes, Play, measure_layout, play
+from treefx.planning.search.layout import KINDS, Layout, PartSizes, Play, count_states, measure_layout, play
 from treefx.planning.search.part import Part, Schedule, Step
 
-__all__ = ["Moment", "measure_masks", "measure_parts", "simulate", "to_moments", "to_sizes"]
+__all__ = ["Moment", "measure_final", "measure_parts", "simulate", "to_moments", "to_sizes"]
 
 
 class Moment(NamedTuple):
@@ -39,18 +39,29 @@ def measure_parts(counts: Counts, parts: Sequence[Part]) -> list[Size]:
     return to_sizes(measure_layout(counts, Layout.of_parts(parts)))
 
 
-def measure_masks(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size]) -> list[Size]:
-    """Add the elements of masks to the sizes."""
-    ends = forest.subtree_end.cpu().numpy()
-    tokens = (part.tokens.numpy() for part in parts)
-    elements = (mask_elements(np.searchsorted(own, ends[own])) for own in tokens)
-    return [size._replace(mask=mask) for size, mask in zip(sizes, elements, strict=True)]
+def measure_final(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size], cost: CostModel) -> list[Size]:
+    """Add to the sizes what depends on the places of forks: elements of masks, states and chains."""
+    found = list(sizes)
+    if cost.states is not None:
+        layout = Layout.of_parts(parts)
+        found = to_sizes(count_states(Counts(forest), layout, to_columns(sizes)))
+    if cost.mask_element_bytes:
+        ends = forest.subtree_end.cpu().numpy()
+        tokens = (part.tokens.numpy() for part in parts)
+        elements = (mask_elements(np.searchsorted(own, ends[own])) for own in tokens)
+        found = [size._replace(mask=mask) for size, mask in zip(found, elements, strict=True)]
+    return found
+
+
+def to_columns(sizes: Sequence[Size]) -> PartSizes:
+    """Turn a `Size` per part into columns."""
+    return PartSizes(*(np.array(column) for column in zip(*sizes, strict=True)))
 
 
 def to_sizes(sizes: PartSizes) -> list[Size]:
     """Build a `Size` per part."""
-    columns = (sizes.tokens, sizes.boundary, sizes.edges, sizes.outgoing, sizes.pairs, sizes.mask)
-    return list(starmap(Size, zip(*(column.tolist() for column in columns), strict=True)))
+    columns = (getattr(sizes, name).tolist() for name in Size._fields)
+    return list(starmap(Size, zip(*columns, strict=True)))
 
 
 def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list[Moment]:
@@ -66,8 +77,7 @@ def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list
     """
     kind = np.array([KINDS.index(step.kind) for step in schedule.steps])
     part = np.array([step.part for step in schedule.steps])
-    columns = PartSizes(*(np.array(column) for column in zip(*sizes, strict=True)))
-    found = play(Layout.of_parts(schedule.parts), columns, cost, (kind, part))
+    found = play(Layout.of_parts(schedule.parts), to_columns(sizes), cost, (kind, part))
     return to_moments(found, schedule.steps)
 
 

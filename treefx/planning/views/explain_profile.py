@@ -15,6 +15,8 @@ def explain_profile(profile: Profile) -> str:
         f"Parts on {profile.device}, graphs for {profile.inner}; N tokens, P boundary tokens, A visible pairs",
         f"resident: {format_bytes(cost.resident_bytes)}; K/V per outgoing token: {cost.kv_bytes_per_token:,.0f} bytes",
     ]
+    if cost.states is not None:
+        lines.append(f"a state of all recurrences that crosses a cut: {format_bytes(cost.states.state_bytes)}")
     figures = [
         *((f"{name} bytes", str(expression)) for name, expression in profile.bytes.items()),
         *((f"{name} FLOPs", str(expression.evalf(4))) for name, expression in profile.flop_expressions.items()),
