@@ -7,19 +7,24 @@ architectures (test_zoo), on forests (test_native) and where graphs are kept or 
 
 import copy
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import cpu_vec_isa
 
 from tests import oracle
 from tests.batches import Batch
 from tests.models import double
 
-__all__ = ["Pair", "assert_packed", "compare", "compile_with", "in_case", "llama", "logits_at_real_tokens"]
+__all__ = [
+    "Pair", "assert_packed", "compare", "compile_with", "empty_cache", "in_case", "llama", "logits_at_real_tokens",
+]  # fmt: skip
 
 compare = functools.partial(oracle.compare, inner="eager")
 compile_with = functools.partial(oracle.compile_with, inner="eager")
@@ -82,3 +87,15 @@ def logits_at_real_tokens(batch: Batch) -> oracle.Step:
         return (logits.square().mean(-1) * weight).sum()
 
     return step
+
+
+def empty_cache(folder: Path) -> dict[str, str]:
+    """The environment of processes that find no compiled code but each other's.
+
+    Inductor keeps what it has compiled and what vectors this machine takes in one folder: the second takes eight
+    seconds to find out, and is handed over where no probe failed.
+    """
+    machine = set(cpu_vec_isa.x86_isa_checker())
+    probed = all(isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= machine)
+    known = {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if probed else {}
+    return {**os.environ, **known, "TORCHINDUCTOR_CACHE_DIR": str(folder)}

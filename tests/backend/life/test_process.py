@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 import treefx
 from tests.backend.small import Small
-from tests.backend.support import assert_packed
+from tests.backend.support import assert_packed, empty_cache
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
@@ -343,7 +342,7 @@ def test_one_compilation_on_inductor_and_a_warm_second_process(tmp_path: Path) -
     Above 4096 inductor sums with a helper that rounds less. It takes the size it compiles for as a condition, so a
     graph compiled for 5,120 tokens used to be compiled again for fewer.
     """
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = empty_cache(tmp_path)
     runs = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)

@@ -1,10 +1,11 @@
 """Equal layers that were compiled once are loaded by the next process, not compiled again."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.backend.support import empty_cache
 
 PROGRAM = """
 import json, torch, treefx
@@ -51,7 +52,7 @@ print(json.dumps({"ran": stats["ran"], "passes": list(stats["seconds"]), "hits":
 
 
 def test_a_second_process_loads_layers(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = empty_cache(tmp_path)
     runs = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
