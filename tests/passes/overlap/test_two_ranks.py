@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.trainers.test_distributed import WORLD, run_ranks
+from tests.scale.ranks import WORLD, run_ranks
 from treefx.errors import ConfigError
 from treefx.passes.overlap import OverlapCollectives, Rates, measure_rates, overlap_collectives
 from treefx.passes.overlap import send_chunks as sending
