@@ -17,13 +17,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import cpu_vec_isa
+from torch._inductor import utils as inductor
 
 from tests import oracle
 from tests.batches import Batch
 from tests.models import double
 
 __all__ = [
-    "Pair", "assert_packed", "compare", "compile_with", "empty_cache", "in_case", "llama", "logits_at_real_tokens",
+    "Pair", "assert_packed", "compare", "compile_with", "empty_cache", "fresh_cache", "in_case", "llama",
+    "logits_at_real_tokens",
 ]  # fmt: skip
 
 compare = functools.partial(oracle.compare, inner="eager")
@@ -99,3 +101,11 @@ def empty_cache(folder: Path) -> dict[str, str]:
     probed = all(isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= machine)
     known = {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if probed else {}
     return {**os.environ, **known, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+
+
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Inductor's cache is empty inside; which vectors this machine takes is found out before, in that of all tests."""
+    cpu_vec_isa.pick_vec_isa()
+    with inductor.fresh_cache():
+        yield

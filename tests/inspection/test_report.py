@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import treefx
+from tests.backend.support import fresh_cache
 from tests.batches import shared_batch
 from tests.inspection.causes import CAUSES, Cause, Planted
 from tests.inspection.situations import LM, compiled, ids_of, train

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from tests.backend.support import fresh_cache
 from treefx.passes.packing import compile_inner
 from treefx.passes.trace.fakes import strided_fake
 from treefx.runtime.ways import free_sizes

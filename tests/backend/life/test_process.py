@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch._dynamo import metrics_context
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import treefx
 from tests.backend.small import Small
-from tests.backend.support import assert_packed, empty_cache
+from tests.backend.support import assert_packed, empty_cache, fresh_cache
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
