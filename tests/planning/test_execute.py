@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import treefx
 from tests.backend.native import TakesCacheFlag, rollouts
+from tests.backend.small import Small
 from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, outcome, separate_rows, stats_of
@@ -65,7 +66,7 @@ def test_experts_in_float32() -> None:
 
 
 def test_inductor() -> None:
-    model, (forest, rows, weights) = copy.deepcopy(tiny(layers=1)[0]), weighted_forest()
+    model, (forest, rows, weights) = TakesCacheFlag(Small(SPELLINGS["sdpa_is_causal"])).double(), weighted_forest()
     compiled, expected = compile_with(model, inner="inductor"), separate_rows(model, rows, weights)
     for plan in (uncut(forest), every_node(forest), random_cuts(forest, 1)):
         assert_close(run(compiled, model, plan), expected, FLOAT64)
