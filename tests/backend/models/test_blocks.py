@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import treefx
+from tests.backend.small import Small
 from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
 from tests.batches import Batch, Side, padded
-from tests.models import TinyLM
 from tests.oracle import FLOAT32, Step
 from tests.spellings import Spelling
 from treefx.kernels.common import Boundary
@@ -79,7 +79,7 @@ class Blocked(nn.Module):
         torch.manual_seed(0)
         self.see = FORMS[form]
         attention = functools.partial(Spelling, F.scaled_dot_product_attention)
-        self.text = TinyLM(attention, layers=1, width=16)
+        self.text = Small(attention, width=16)
 
     def forward(self, ids: Tensor, types: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
         visible = self.see(types) & mask[:, None, :].bool()
