@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.backend.small import Small
 from tests.backend.support import compare, compile_with
 from tests.batches import batch_with_forks
 from tests.mixers import ALONG_TREE, CAUSAL, MIXERS, Dropout
-from tests.models import TinyLM
 from tests.oracle import loss_of, refused
 from tests.spellings import SPELLINGS
 
@@ -30,7 +30,7 @@ def test_mixer_between_blocks_and_head_expands_there(name: str) -> None:
     """A causal one stands below the blocks as well."""
     mixer, words = MIXERS[name]
     below = mixer() if name in CAUSAL else None
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=below, after=mixer()).double()
+    model = Small(SPELLINGS["sdpa_is_causal"], before=below, after=mixer()).double()
     stats = compare(model, batch_with_forks()).stats
     assert stats["fallback"] is None
     assert stats["attention_rewritten"] == 1
@@ -44,7 +44,7 @@ def test_mixer_between_blocks_and_head_expands_there(name: str) -> None:
 @pytest.mark.parametrize("name", BELOW)
 def test_mixer_below_the_blocks_keeps_everything_exact(name: str) -> None:
     mixer, words = MIXERS[name]
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=mixer()).double()
+    model = Small(SPELLINGS["sdpa_is_causal"], before=mixer()).double()
     stats = compare(model, batch_with_forks()).stats
     if stats["fallback"] is None:
         assert_named(stats, words, "mixers.py")
@@ -56,7 +56,7 @@ def test_mixer_below_the_blocks_keeps_everything_exact(name: str) -> None:
 @pytest.mark.parametrize("name", ["same_conv", "row_mean", "batch_norm"])
 def test_mixer_of_padded_rows(name: str) -> None:
     mixer, words = MIXERS[name]
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, after=mixer()).double()
+    model = Small(SPELLINGS["sdpa_is_causal"], after=mixer()).double()
     # Padding reaches the loss through the mixer: dropping it would change the result.
     stats = compare(model, batch_with_forks("right")).stats
     assert_named(stats, words, "mixers.py")
@@ -105,27 +105,27 @@ class MaskByRow(nn.Module):
 
 @pytest.mark.parametrize("attention", [Bidirectional, OneAhead, PrefixVisible, AlmostMasked, MaskByRow])
 def test_attention_that_is_not_causal_is_not_rewritten(attention: type[nn.Module]) -> None:
-    stats = compare(TinyLM(attention, layers=1).double(), batch_with_forks()).stats
+    stats = compare(Small(attention).double(), batch_with_forks()).stats
     assert stats["attention_rewritten"] == 0
     blamed = [item["op"] for item in stats["expansions"]] + [stats["fallback"] or ""]
     assert any(word in text for text in blamed for word in ("attention", "softmax", "bmm")), blamed
 
 
 def test_evaluation_without_dropout_is_packed() -> None:
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, after=Dropout()).double().eval()
+    model = Small(SPELLINGS["sdpa_is_causal"], after=Dropout()).double().eval()
     stats = compare(model, batch_with_forks()).stats
     assert stats["fallback"] is None
     assert stats["expansions"] == []
 
 
 def test_on_unsupported_error_names_the_op() -> None:
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, after=MIXERS["roll"][0]()).double()
+    model = Small(SPELLINGS["sdpa_is_causal"], after=MIXERS["roll"][0]()).double()
     with refused("roll"):
         loss_of(batch_with_forks())(compile_with(model, on_unsupported="error"))
 
 
 def test_on_unsupported_fallback_runs_the_ordinary_graph() -> None:
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, after=MIXERS["roll"][0]()).double()
+    model = Small(SPELLINGS["sdpa_is_causal"], after=MIXERS["roll"][0]()).double()
     stats = compare(model, batch_with_forks(), on_unsupported="fallback").stats
     assert "roll" in stats["fallback"]
     assert stats["attention_rewritten"] == 0
