@@ -11,9 +11,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
+from tests.backend.small import Small
 from tests.backend.support import assert_packed, compare, compile_with
 from tests.batches import Batch, distinct_tokens, shared_batch
-from tests.models import TinyLM
 from tests.oracle import loss_of, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes.labels.laws import gradients
@@ -39,7 +39,7 @@ class Apply(nn.Module):
 
 def model_with(after: nn.Module | Callable[[Tensor], Tensor]) -> nn.Module:
     module = after if isinstance(after, nn.Module) else Apply(after)
-    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, after=module).double()
+    return Small(SPELLINGS["sdpa_is_causal"], after=module).double()
 
 
 def with_backward(backward: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
