@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import treefx
 from tests.backend.models.vision import CASES, IMAGE, PATCHES, TinyVLM, distinct, draw_images, gemma3, llava, rows_of
@@ -20,6 +21,8 @@ from tests.models import TinyLM
 from tests.oracle import FLOAT64, Step, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes import pipeline
+from treefx.passes.trace.token_types import read_types_as_zeros
+from treefx.passes.trace.trace import NAME
 from treefx.runtime import padding, places
 
 OWN = "an image per row"
@@ -126,6 +129,26 @@ def test_types_that_are_not_zero_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pipeline, "read_types_as_zeros", read)
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(gemma3(), gemma3_step(*batch_of(OWN)))
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_choice_by_types_that_are_zero_is_one_number(zeros: bool) -> None:
+    """Blocks counted along columns (Gemma 4) are none in text; a choice by other types, or of counts, stays."""
+
+    def blocks(types: Tensor) -> tuple[Tensor, ...]:
+        images = (types == 1) | (types == 2)
+        counts = (images & ~images.roll(1, -1)).int().cumsum(1)
+        return torch.where(images, counts, -1), torch.where(~images, counts, -1)
+
+    gm = make_fx(blocks)(torch.zeros(2, 5, dtype=torch.int64))
+    gm.graph.find_nodes(op="placeholder")[0].meta[NAME] = "mm_token_type_ids"
+    read_types_as_zeros(gm, [0] if zeros else [])
+    gm.recompile()
+    first, second = gm.graph.find_nodes(op="output")[0].args[0]
+    assert (first.target is torch.ops.aten.full.default) == zeros and second.target is torch.ops.aten.where.self
+    ones = torch.ones(2, 5, dtype=torch.int64)
+    for found, right in zip(gm(ones), blocks(ones * 0 if zeros else ones), strict=True):
+        assert torch.equal(found, right)
 
 
 def test_inductor() -> None:

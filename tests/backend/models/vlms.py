@@ -103,13 +103,14 @@ def gemma4() -> nn.Module:
 
 
 def of_gemma4(names: str, ids: Tensor) -> dict[str, Tensor]:
+    """Return types of tokens in a batch of text too, as the processor does."""
+    types = {"mm_token_type_ids": (ids == IMAGE).long()}
     if not names:
-        return {}
+        return types
     tiles = draw_images(names).unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 4, 5, 1)
     places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(1, 16, 2)
-    images = (ids == IMAGE).long()
     given = {"pixel_values": tiles.reshape(len(names), 16, 12), "image_position_ids": places.repeat(len(names), 1, 1)}
-    return {"mm_token_type_ids": images, **given}
+    return types | given
 
 
 VLMS = {
