@@ -19,6 +19,8 @@ _NO_IDS = ("mask", "position", "label", "type", "segment", "target", "cache", "b
 """Parts of the names of integer inputs [B, T] that are not token ids."""
 _FLAT_IDS = ("ids", "tokens", "idx")
 """Ends of the names of integer inputs [T] that are."""
+_PIXELS = "pixel"
+"""Part of the names of images."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class CallRows:
             flat = {name: x[None] for name, x in tensors.items() if x.dim() == 1}
             ids = _find_ids({name: x for name, x in flat.items() if name.endswith(_FLAT_IDS)})
             tensors |= flat
-        if ids is None or any(x.dim() == 4 and x.is_floating_point() for x in tensors.values()):
+        if ids is None or any(_may_be_cached(name, x) for name, x in tensors.items()):
             return None
         mask = _like(ids, tensors, "attention_mask")
         positions = _like(ids, tensors, "position_ids")
@@ -92,6 +94,11 @@ class CallRows:
             ]
         rows = [row for row in rows if len(row)]
         return Counts(sum(map(len, rows)), build_trie(rows).num_tokens) if rows else None
+
+
+def _may_be_cached(name: str, x: Tensor) -> bool:
+    """Return whether a tensor may hold keys or values [B, heads, T, width]; images have as many dimensions."""
+    return x.dim() == 4 and x.is_floating_point() and _PIXELS not in name
 
 
 def _find_ids(tensors: Mapping[str, Tensor]) -> Tensor | None:
