@@ -18,7 +18,7 @@ from tests.backend.models.vision import CASES, IMAGE, PATCHES, TinyVLM, distinct
 from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
 from tests.batches import IGNORED, Batch, Side, padded, shared_batch
 from tests.models import TinyLM
-from tests.oracle import FLOAT64, Step, stats_of
+from tests.oracle import FLOAT64, Step, assert_close, outcome, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes import pipeline
 from treefx.passes.trace.token_types import read_types_as_zeros
@@ -260,3 +260,22 @@ def test_a_forest_in_use_is_refused() -> None:
     forest = treefx.Forest.from_sequences(rows_of(CASES[OWN][0]))
     with treefx.use(forest), pytest.raises(Exception, match="vectors of images are given for the rows"):
         compile_with(OnIds().double())(**forest.model_inputs(), pixels=draw_images("a"))
+
+
+def test_converted_models_run_images_on_rows() -> None:
+    """Exact, and the report names the input or the attention, and the way out; Gemma 3 has no module to convert."""
+    model, converted = llava(), treefx.convert(llava(), min_sharing=1.0)
+
+    def check(case: str) -> str:
+        batch, names = batch_of(case)
+        inputs = batch.inputs() | ({"pixel_values": draw_images(names)} if names else {})
+        expected, got = (outcome(x, lambda x=x: x(**inputs, use_cache=False).loss) for x in (model, converted))
+        assert_close(got, expected, FLOAT64)
+        return str(stats_of(converted)["fallback"])
+
+    with pytest.warns(treefx.SharingWarning, match=r"pixel_values.*torch\.compile\(model"):
+        assert "pixel_values" in check(OWN)
+    text = check("text alone")
+    assert "vision_tower" in text and "torch.compile(model" in text
+    with pytest.raises(treefx.TreefxError, match="compile the whole model with backend='treefx'"):
+        treefx.convert(gemma3())

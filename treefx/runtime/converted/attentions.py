@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,10 @@ from treefx.runtime.converted.written import Layout, Written, reads_of, window_o
 from treefx.runtime.padding import Grid
 from treefx.runtime.shapes import Shape
 
-__all__ = ["Attentions", "Found"]
+__all__ = ["COMPILE_INSTEAD", "Attentions", "Found"]
+
+COMPILE_INSTEAD = "torch.compile(model, backend='treefx') may share such calls"
+"""The way out where a converted model runs on rows that a compiled one would share."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Attentions:
             laws = [(module_of(node), fact_of(node).law) for node in nodes]
             found = [(name, law) for name, law in laws if isinstance(law, Attention)]
             if sorted(name for name, _ in found) != sorted(self._modules):
-                raise UnsupportedError("not every attention of the model takes its function from transformers, once")
+                raise UnsupportedError(_unmatched(self._modules, [name for name, _ in found]))
             layout = Layout()
             known[redundant] = Found(layout, {name: write(law, redundant, layout) for name, law in found})
         return known[redundant]
@@ -96,6 +99,16 @@ class Attentions:
                 if not bool(functools.reduce(torch.logical_and, pairs).any(-1).all()):
                     found[row, column] = False
         return found
+
+
+def _unmatched(modules: Collection[str], found: Sequence[str | None]) -> str:
+    """Say which attentions a call runs otherwise than each of the model's once, and the way out."""
+    other = next((name for name in modules if found.count(name) != 1), None)
+    what = "runs one without a module" if other is None else f"runs {other} {found.count(other)} times"
+    return (
+        "a call must run every attention of the model once, with its function from transformers; this one "
+        f"{what}; {COMPILE_INSTEAD}"
+    )
 
 
 def _made_up(plane: tuple[str, Any]) -> Tensor:

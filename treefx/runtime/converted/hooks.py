@@ -22,6 +22,7 @@ from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
 from treefx.reason_codes import with_code
 from treefx.runtime.batch import find_unshared
+from treefx.runtime.converted.attentions import COMPILE_INSTEAD
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
@@ -360,11 +361,10 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> Reason | None:
     asked = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if asked is None else asked:
         return Reason(Cause.INPUT, "the call requests attention probabilities (output_attentions)")
-    others = [name for name, x in given.items() if name not in _PER_POSITION and name not in _SAYS_NOTHING]
-    others = [name for name in others if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(given[name]))]
-    if not others:
-        return None
-    return Reason(Cause.INPUT, f"the call gives {others[0]}, of which nothing is known on distinct tokens")
+    rest = {name: tree_leaves(x) for name, x in given.items() if name not in {*_PER_POSITION, *_SAYS_NOTHING}}
+    other = next((name for name, found in rest.items() if any(isinstance(x, Tensor) and x.dim() for x in found)), None)
+    text = f"the call gives {other}, of which nothing is known on distinct tokens; {COMPILE_INSTEAD}"
+    return None if other is None else Reason(Cause.INPUT, text)
 
 
 def expanded(
