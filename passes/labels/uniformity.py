@@ -6,6 +6,7 @@ read at row 0, which is exact only if all rows are alike. The proof follows the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,7 @@ _SAME_SHAPE = {
     aten.alias.default,
     aten.lift_fresh_copy.default,
 }
+_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
 FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
            aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
            aten.scalar_tensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
@@ -148,6 +150,33 @@ def _repeat(node: fx.Node, dim: int) -> bool:
     return _is_uniform_aligned(_source(node), dim - node.meta["val"].dim())
 
 
+def _select(node: fx.Node, dim: int) -> bool:
+    along = int(node.args[1]) % (node.meta["val"].dim() + 1)  # type: ignore[arg-type]
+    return is_uniform(_source(node), dim + (dim >= along))
+
+
+def _piece(node: fx.Node, dim: int) -> bool:
+    pieces = _source(node)
+    return pieces.target in _SPLITS and is_uniform(_source(pieces), dim)
+
+
+def _copy(node: fx.Node, dim: int) -> bool:
+    """Follow a copy, which has the shape of its first argument and the values of the second."""
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    return _is_uniform_aligned(source, dim - node.meta["val"].dim())
+
+
+def _scatter(node: fx.Node, dim: int) -> bool:
+    """Follow a value written into a slice or an index: along other dimensions both must be uniform."""
+    rank, part = node.meta["val"].dim(), node.args[1]
+    along = int(node.args[2]) % rank if len(node.args) > 2 else 0  # type: ignore[arg-type]
+    if dim == along or node.kwargs or not isinstance(part, fx.Node):
+        return False
+    within = dim - (part.meta["val"].dim() < rank and dim > along)
+    return is_uniform(_source(node), dim) and is_uniform(part, within)
+
+
 _RULES: dict[object, Callable[[fx.Node, int], bool]] = {
     aten.expand.default: _expand,
     aten.unsqueeze.default: _unsqueeze,
@@ -163,4 +192,9 @@ _RULES: dict[object, Callable[[fx.Node, int], bool]] = {
     aten.constant_pad_nd.default: _pad,
     aten.repeat.default: _repeat,
     aten.cumsum.default: _scan,
+    aten.select.int: _select,
+    operator.getitem: _piece,
+    aten.copy.default: _copy,
+    aten.slice_scatter.default: _scatter,
+    aten.select_scatter.default: _scatter,
 }

@@ -64,3 +64,44 @@ def test_indices_and_padding(constant: int, run: Callable[[Tensor], Tensor], dim
     result = run(drawn.expand(2, 3))
     assert is_uniform(last, dim) == proved
     assert torch.equal(result.narrow(dim, 0, 1).expand_as(result), result) == proved
+
+
+def written(at: object, source: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Write into a part of a value in place, as rotary embeddings of several planes do."""
+
+    def run(x: Tensor) -> Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        y[at] = source(x)  # type: ignore[index]
+        return y
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("constant", "run", "dim", "proved"),
+    [
+        (0, lambda x: x[:, 1], 0, True),
+        (1, lambda x: x[:, 1], 0, False),
+        (1, lambda x: x[1], 0, True),
+        (0, lambda x: x[-1], 0, False),
+        (0, lambda x: x.split([1, 2], 1)[1], 0, True),
+        (1, lambda x: x.split([1, 1])[1], 0, True),  # one element is the same everywhere
+        (0, lambda x: x.split([1, 2], 1)[1], 1, False),
+        (0, written((slice(None), slice(1, 3)), lambda x: x[:, :2] * 2), 0, True),
+        (0, written((slice(None), slice(1, 3)), lambda x: torch.ones(2, 1).cumsum(0)), 0, False),
+        (1, written((slice(None), slice(1, 3)), lambda x: x[:, :2] * 2), 1, False),
+        (1, written(slice(1), lambda x: x[1:] * 2), 1, True),
+        (0, written((slice(None), 1), lambda x: x[:, 0] * 2), 0, True),
+        (0, written((slice(None), 1), lambda x: torch.ones(2).cumsum(0)), 0, False),
+        (1, written(1, lambda x: x[0] * 2), 1, True),
+        (1, written(1, lambda x: torch.ones(3).cumsum(0)), 1, False),
+    ],
+)
+def test_parts_and_writes(constant: int, run: Callable[[Tensor], Tensor], dim: int, proved: bool) -> None:
+    """Of a value [2, 3] that is constant along one dimension; the values agree with the proof."""
+    drawn = torch.randn([1, 3] if constant == 0 else [2, 1])
+    gm = make_fx(torch.func.functionalize(lambda x: run(x.expand(2, 3))), tracing_mode="fake")(drawn)
+    last: fx.Node = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    result = run(drawn.expand(2, 3))
+    assert is_uniform(last, dim) == proved
+    assert torch.equal(result.narrow(dim, 0, 1).expand_as(result), result) == proved

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from tests.backend.models.vision import CASES, IMAGE, distinct, draw_patches, qwen3_vl, rows_of
 from tests.backend.support import Pair, in_case
-from tests.batches import IGNORED, Batch, padded
-from tests.oracle import Step
+from tests.batches import IGNORED, Batch, Side, padded
+from tests.oracle import Step, loss_of
 from treefx.runtime import origins
 from treefx.runtime.whole import towers
 
@@ -57,6 +57,15 @@ def test_images(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in (SECOND, OTHER):
         with pytest.raises(AssertionError, match="differ by more than"):
             pair.check(step_of(batch, names))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_text(side: Side) -> None:
+    """Rotary tables of three planes, written into one another, are the same for all rows."""
+    rows = CASES["text alone"][0]
+    batch = padded([row[b % 2 :] if b else row for b, row in enumerate(rows)], side)
+    stats = check(Pair(qwen3_vl()), loss_of(batch, use_cache=False))
+    assert stats["tokens"] == distinct(batch, "")
 
 
 class Tower(nn.Module):
