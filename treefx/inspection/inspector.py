@@ -105,8 +105,7 @@ class Inspection(Report):
     def __init__(self, graphs: list[Run], name: str = "") -> None:  # not that of Report: sections come from __getattr__
         everything = [graph.report for graph in graphs]
         latest = _of_the_last_call(_latest_of_each_frame(graphs))
-        begins = [graph for graph in latest if graph.report.has_tokens]
-        first = next((graph for graph in begins if not graph.report.feeds_others), next(iter(begins), latest[0]))
+        first = _with_tokens(latest)
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
         self._sources = sources_of(first)
@@ -255,6 +254,16 @@ def _of_the_last_call(graphs: list[Run]) -> list[Run]:
     """
     begins = [run.report for run in graphs if run.report.has_tokens]
     return [run for run in graphs if not any(_supersedes(later, run.report) for later in begins)]
+
+
+def _with_tokens(graphs: list[Run]) -> Run:
+    """Return the graph whose figures are those of a call: of the layers, rather than of embeddings or of a head.
+
+    Graphs come in the order they were compiled, and Dynamo may compile the layers again, behind a head that stays.
+    """
+    begins = [graph for graph in graphs if graph.report.has_tokens]
+    begins.sort(key=lambda graph: (graph.report.feeds_others, not graph.report.attention_layers))
+    return begins[0] if begins else graphs[0]
 
 
 def _supersedes(later: GraphReport, report: GraphReport) -> bool:

@@ -71,6 +71,16 @@ def test_all_graphs_share() -> None:
             assert [report.ran for report in reports if report.has_tokens] == ["ordinary", "packed", "packed"]
 
 
+def test_tokens_of_a_call_are_those_of_the_layers() -> None:
+    """Not those of the head, which reads padding: it counts every position, and is compiled before other layers."""
+    pair, batch = Pair(Cut().double()), batch_of("right")
+    assert batch.attention_mask is not None
+    for mask in (batch.attention_mask, batch.attention_mask.bool()):
+        with in_case(mask.dtype):
+            stats = pair.check(lambda model, mask=mask: model(batch.input_ids, mask, batch.labels)).stats
+            assert stats["raw_tokens"] == int(mask.sum()) < mask.numel() and stats["graphs"] == 3
+
+
 def test_other_keys_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of all rows taken for one, behind a cut."""
     note = output_keys.note_tokens
