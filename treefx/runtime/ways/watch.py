@@ -17,6 +17,7 @@ from treefx.runtime.lost_sharing.graph_breaks import call_of_entry, find_break, 
 from treefx.runtime.lost_sharing.warned import is_warned, warn_once
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.report import NO_IDS, GraphReport, find
+from treefx.runtime.whole.towers import is_in_tower
 
 __all__ = ["EVERY_ROW", "SharingWatch", "warn_of_rows"]
 
@@ -67,7 +68,7 @@ class SharingWatch:
         if report.reason is not None or report.cut is None:
             report.keep_rows(CallRows.find(given))
         elif is_looked_at:
-            rows = CallRows.find(call_of_entry())
+            rows = None if is_in_tower() else CallRows.find(call_of_entry())
             report.keep_rows(rows if rows is not None and rows.reach(given.values()) else None)
         if is_looked_at and not report.warned:
             owner = object_of_entry()

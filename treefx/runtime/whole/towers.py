@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from treefx.runtime.whole.distinct_images import Distinct, find_distinct, is_sep
 from treefx.runtime.whole.tower_first import stand_in
 from treefx.torch_patches.patch import is_treefx
 
-__all__ = ["tower_instead"]
+__all__ = ["is_in_tower", "tower_instead"]
 
 _NAMES = ("get_image_features", "get_video_features")
 _LIBRARY = "transformers.models."
@@ -97,6 +98,14 @@ def _run_distinct(
 
 
 skip_code(_run_distinct.__code__)
+
+
+def is_in_tower() -> bool:
+    """Return whether a tower runs in this thread: its graphs have vectors of images, not of tokens."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _run_distinct.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_compiled(callback: Any) -> bool:
