@@ -19,12 +19,17 @@ from treefx.cli.plan import _SAMPLE_MODEL, parse_bytes, read_dimensions
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.analytic import Dimensions, estimate_cost
+from treefx.planning.cost.states import PerRun, StateCost
 from treefx.planning.execution.nonnegative import fit_nonnegative
 from treefx.planning.search.planner import plan
 from treefx.planning.search.policies import compare_policies, plan_policy
 from treefx.planning.search.strategies import strategy_names
 from treefx.planning.views.compare import compare_strategies, draw_comparison
 
+STATES = StateCost(
+    state_bytes=3.0, gradient_bytes=3.0, entering=PerRun(2.0, 4.0, 5.0, 4.0), leaving=PerRun(0.0, 1.0, 3.0, 1.0),
+    chain=PerRun(0.0, 2.0, 3.0, 2.0),
+)  # fmt: skip
 ROWS = [[*range(20), *range(100 * row, 100 * row + 30)] for row in range(1, 5)]
 
 
@@ -118,6 +123,10 @@ def test_peaks_of_policies_count_masks(rows: Rows) -> None:
         assert item.peak_bytes == max(run.peak_bytes for run in plan_policy(found, item.policy)), item
     uncut = next(item for item in compare_policies(found) if item.policy == "uncut")
     assert len(found.parts) == 1 or not uncut.fits
+    with_states = replace(cost, states=STATES)
+    found = plan(forest, with_states, found.peak_bytes + 500)
+    for item in compare_policies(found):
+        assert item.peak_bytes == max(run.peak_bytes for run in plan_policy(found, item.policy)), item
 
 
 @pytest.mark.parametrize(("text", "value"), [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("1e9", 10**9), ("7b", 7)])

@@ -100,7 +100,7 @@ def plan_policy(plan: Plan, policy: str) -> list[Plan]:
 def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
     """Fill batches with rows in lexicographic order up to the limit, each a separate tree.
 
-    As in a plan, the bytes of masks are known once the batches are, and are then held in reserve.
+    As in a plan, the bytes of masks and states are known once the batches are, and are then held in reserve.
 
     Returns:
         Rows and size of each batch; a row that does not fit alone is still a separate batch.
@@ -109,8 +109,8 @@ def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
     budget = plan.memory_limit_bytes - cost.resident_bytes
     while True:
         batches = _filled(counts, cost, budget - reserve)
-        if cost.mask_element_bytes:
-            batches = [(rows, size._replace(mask=_mask_of(counts.forest, rows))) for rows, size in batches]
+        if cost.mask_element_bytes or cost.states is not None:
+            batches = [(rows, _final_size(counts.forest, rows, size)) for rows, size in batches]
         above = max((_run_bytes(cost, size) - budget for rows, size in batches if len(rows) > 1), default=0.0)
         if above <= 0:
             return batches
@@ -118,20 +118,28 @@ def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
 
 
 def _run_bytes(cost: CostModel, size: Size) -> float:
-    return cost.run_bytes(size.tokens, 0, size.edges) + cost.mask_element_bytes * size.mask
+    """Bytes of a tree that runs at once."""
+    mask, shape = cost.mask_element_bytes * size.mask, (size.tokens, 0, size.edges)
+    if cost.states is None:
+        return cost.run_bytes(*shape) + mask
+    more = cost.states.run_bytes(size)
+    handed = float(cost.states.handed_bytes(size))
+    return float(max(cost.forward(*shape) + more["forward"], cost.backward(*shape) + more["backward"]) + handed + mask)
 
 
-def _mask_of(forest: Forest, rows: Sequence[int]) -> int:
-    """Count the elements of the masks that the tree of some rows takes."""
+def _final_size(forest: Forest, rows: Sequence[int], size: Size) -> Size:
+    """Add the elements of the masks that the tree of some rows takes, and its chains."""
     if len(rows) == 1:
-        return 0
+        return size
     ends = forest.subtree_end.cpu().numpy()
     tokens = np.unique(np.concatenate([forest.token_of[row].cpu().numpy() for row in rows]))
-    return mask_elements(np.searchsorted(tokens, ends[tokens]))
+    own_ends = np.searchsorted(tokens, ends[tokens])
+    chains = int(np.count_nonzero(np.diff(own_ends, prepend=-1)))
+    return size._replace(mask=mask_elements(own_ends), chains=chains - 1)
 
 
 def _filled(counts: Counts, cost: CostModel, budget: float) -> list[tuple[list[int], Size]]:
-    """Fill batches up to a number of bytes, without masks."""
+    """Fill batches up to a number of bytes, without masks and states."""
     forest = counts.forest
     batches: list[tuple[list[int], Size]] = []
     for row, common in zip(forest.row_order.tolist(), _shared_with_previous(forest), strict=True):
