@@ -7,7 +7,7 @@ This package knows no FX graph and no trainer.
 
 Order of imports, each only of what stands before an arrow::
 
-    bounded, cuda_graphs, dumps, lasting, code_files, score, common, masked_products -> expression_text,
+    memory, cuda_graphs, dumps, code_files, score, common, masked_products -> expression_text,
     own_products, reference -> tiles -> cpu, gpu, recurrence -> head_loss, ops -> api
 """
 

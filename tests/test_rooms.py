@@ -10,7 +10,7 @@ from tests.rooms import FOLDERS, Import, Rooms, read_order, read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_MODULES = 24
-MOST_LINES = 400
+MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 40
 MEDIAN_LINES = 150
 LONG_FOR_A_REASON = "# Long:"
@@ -69,9 +69,9 @@ def test_every_room_says_what_enters_and_what_leaves(rooms: Rooms) -> None:
         ("treefx.kernels.score", "treefx.kernels.api"),
         ("treefx.passes.labels.dims", "treefx.passes.packing.layout"),
         ("treefx.kernels.common", "treefx.passes.runner"),
-        ("treefx.forests.trie", "treefx.runtime.batch"),
+        ("treefx.forests.trie", "treefx.runtime.call_plan"),
         ("treefx.planning.search.plan", "treefx.planning.views.explain"),
-        ("treefx.runtime.batch", "treefx"),
+        ("treefx.runtime.call_plan", "treefx"),
         ("treefx.integrations.trl", "treefx.tools.bench.step"),
         ("treefx.passes.scores.lift_mask", "treefx.passes.causal.domain"),
     ],

@@ -11,8 +11,8 @@ How one batch travels, by package:
 4. ``runtime.shapes``: the variant of the graph for this batch; its executable, compiled once, serves any number of
    tokens.
 5. ``treefx.kernels``: attention over the tree, on this device.
-6. ``runtime.ways.outputs``: the outputs, expanded to rows when the caller reads them.
-7. ``inspection`` reports the run from the record in ``runtime.report``.
+6. ``runtime.ways.rows``: the outputs, expanded to rows when the caller reads them.
+7. ``inspection`` reports the run from the record in ``runtime.records``.
 
 ``planning`` runs a forest in parts that fit into memory; ``scale`` splits a step over ranks; ``rl`` samples trees and
 gives credit on them; ``data`` loads batches; ``integrations`` are adapters for trainers; ``cli`` is the command;

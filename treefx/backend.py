@@ -13,7 +13,7 @@ from treefx.passes.trace.library_calls import hold_calls
 from treefx.runtime.compiled_graph import CompiledGraph
 from treefx.runtime.dynamo import keep_graphs_whole, role_of
 from treefx.runtime.observed.observed_graph import ObservedGraph
-from treefx.runtime.report import register
+from treefx.runtime.records import register
 from treefx.runtime.shapes import forget_shapes
 
 __all__ = ["treefx"]

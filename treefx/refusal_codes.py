@@ -120,7 +120,6 @@ _MODULES = {
     "treefx.runtime.analyses": "TFX007",
     "treefx.runtime.converted": "TFX008",
     "treefx.runtime.converted.packed_rows": "TFX202",
-    "treefx.runtime.kept": "TFX202",
     "treefx.runtime.lazy": "TFX202",
     "treefx.runtime.ways.second_derivatives": "TFX210",
     "treefx.runtime.whole.distinct_images": "TFX211",

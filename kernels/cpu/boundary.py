@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
 from treefx.kernels.cpu import attention as cpu
-from treefx.kernels.cpu.tile_calls import flash, flash_backward
+from treefx.kernels.cpu.rectangles import flash, flash_backward
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.structure import Above
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled, empty_outputs
+from treefx.kernels.cpu.rectangles import add_keys, rows_per_tile, take_keys
 from treefx.kernels.masked_products import masked_product
 from treefx.kernels.score import Score
-from treefx.kernels.tiles.rectangles import add_keys, rows_per_tile, take_keys
 from treefx.kernels.tiles.structure import Group, Ranges, Structure, find_structure, ranges_of
 from treefx.kernels.tiles.tile_keys import TileKeys, evaluate_tile, find_tile_keys
 

@@ -1,7 +1,7 @@
 """Run small forests and chains on the CPU by one SDPA call, differentiated by torch.
 
 A call of a Python operator takes longer than the attention of some hundred tokens. Where one tile of
-:mod:`treefx.kernels.tiles.rectangles` holds the whole forest, the operator would run that one tile; its mask is
+:mod:`treefx.kernels.cpu.rectangles` holds the whole forest, the operator would run that one tile; its mask is
 kept with the forest. That mask keeps NaN, as the operator's does: where a number is not finite, the operator computes
 the exact one.
 """
@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.cpu import attention as cpu
+from treefx.kernels.cpu.rectangles import SMALL_TILE, Tile, plain_tiles
 from treefx.kernels.masked_products import are_finite
 from treefx.kernels.score import Score
-from treefx.kernels.tiles.rectangles import SMALL_TILE, Tile, plain_tiles
 from treefx.kernels.tiles.structure import find_structure
 
 __all__ = ["attend"]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype
+from treefx.kernels.cpu import rectangles as tiles
+from treefx.kernels.cpu.rectangles import Tile, rows_per_tile
 from treefx.kernels.score import Expr, evaluate
-from treefx.kernels.tiles import rectangles as tiles
-from treefx.kernels.tiles.rectangles import Tile, rows_per_tile
 from treefx.kernels.tiles.structure import Group, Structure, ranges_of
 from treefx.kernels.tiles.tile_keys import TileKeys, evaluate_tile, find_tile_keys
 

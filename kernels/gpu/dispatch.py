@@ -22,12 +22,11 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import reference
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Boundary, Inputs, random_gradient, relative_error
 from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support
+from treefx.kernels.memory import Bounded, host_copies
 from treefx.kernels.score import Score
-from treefx.kernels.tiles.hosted import host_copies
 from treefx.reason_codes import with_code
 from treefx.refusal_codes import FLEX
 

@@ -27,7 +27,7 @@ from treefx.kernels.gpu.triton_tree.codegen import row_vectors, row_width
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.gpu.triton_tree.support import processors, programs_per_head
-from treefx.kernels.tiles.hosted import ALIGNED
+from treefx.kernels.memory import ALIGNED
 from treefx.kernels.tiles.key_programs import MOST_SLOTS
 from treefx.kernels.tiles.tree_blocks import TreeBlocks
 

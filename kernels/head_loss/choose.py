@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import relative_error
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.head_loss import eager
 from treefx.kernels.head_loss.problem import HeadLoss
+from treefx.kernels.memory import Bounded
 from treefx.reason_codes import with_code
 from treefx.refusal_codes import HEAD_FORM
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treefx.kernels.memory import on_host, send
 from treefx.kernels.recurrence.tree_chunks import (
     Doors,
     IntArray,
@@ -31,7 +32,6 @@ from treefx.kernels.recurrence.tree_chunks import (
     node_begins,
     nodes_above,
 )
-from treefx.kernels.tiles.hosted import on_host, send
 from treefx.kernels.tiles.tree_blocks import remembered
 
 __all__ = [

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import Known, host_copies, is_on_device, lasting, send_together
 from treefx.kernels.score import Expr, loads
-from treefx.kernels.tiles.hosted import Known, host_copies, is_on_device, send_together
 from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.tiles.streams import Made
 from treefx.kernels.tiles.tile_bounds import Extrema, decide_tiles

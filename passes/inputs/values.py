@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from treefx.kernels.tiles.hosted import is_on_device, is_small, on_host
+from treefx.kernels.memory import is_on_device, is_small, on_host
 from treefx.passes.inputs.given_masks import GivenMask, parts_of_mask, prove_mask
 
 __all__ = ["InputValues", "input_values"]

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
+from treefx.kernels.memory import Bounded
 from treefx.passes.trace.flash import autograd_recorded
 from treefx.passes.trace.fused_heads import FusedHead, fused_head
 

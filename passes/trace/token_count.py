@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.printers import PythonPrinter
 
-from treefx.kernels.bounded import Bounded
+from treefx.kernels.memory import Bounded
 
 __all__ = ["PackedSize", "SizeConditions", "TokenCount", "add_count_input", "common_multiple"]
 

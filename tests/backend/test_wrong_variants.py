@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-import treefx.runtime.batch
+import treefx.runtime.call_plan
 from tests.backend.native import native_loss
 from tests.backend.support import Pair, compile_with, in_case, llama
 from tests.batches import shared_batch
@@ -103,15 +103,15 @@ def shifted_columns(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
 
 
 def test_wrong_tries_of_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = treefx.runtime.batch._tensors
+    tensors = treefx.runtime.call_plan._tensors
     pair, batch = Pair(llama()), shared_batch(rows=4, length=14, shared=6)
     pair.check(batch)
     for wrong in (no_tree, no_ancestors, shorter_subtrees, shifted_columns):
 
-        def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.runtime.batch.Batch:
+        def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.runtime.call_plan.Batch:
             return tensors(*wrong(row, column, end), *rest)
 
-        monkeypatch.setattr(treefx.runtime.batch, "_tensors", spoiled)
-        monkeypatch.setattr(treefx.runtime.batch, "_recent", deque())
+        monkeypatch.setattr(treefx.runtime.call_plan, "_tensors", spoiled)
+        monkeypatch.setattr(treefx.runtime.call_plan, "_recent", deque())
         with in_case(wrong.__name__), pytest.raises(AssertionError, match="differ by more than"):
             pair.check(batch, tolerance=1e-3)

@@ -25,7 +25,7 @@ from treefx.inspection.inspector import Inspection
 from treefx.inspection.observation.observed import Observation
 from treefx.inspection.report.report import Report
 from treefx.integrations import startup
-from treefx.runtime.report import models_of_the_run
+from treefx.runtime.records import models_of_the_run
 from treefx.runtime.run_record import RECORD
 
 

@@ -20,7 +20,7 @@ from treefx.inspection.graph_diff import OperatorChange, diff_operators
 from treefx.inspection.inspector import STAGES, Inspection
 from treefx.inspection.score_text import format_expression
 from treefx.kernels.score import Expr
-from treefx.runtime.report import Reports
+from treefx.runtime.records import Reports
 
 VOCAB = 61
 

@@ -20,7 +20,7 @@ from treefx.inspection.inspector import Inspection
 from treefx.planning.execution.backward import backward
 from treefx.reason_codes import with_code
 from treefx.runtime.reason import Cause, Reason
-from treefx.runtime.report import GraphReport
+from treefx.runtime.records import GraphReport
 
 EVERY_ROW = "every row separately"
 COLOURS = {"attention": "tree attention", "restore": "gradient restoration", "expand": "packed value read by rows"}

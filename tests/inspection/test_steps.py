@@ -15,11 +15,11 @@ from tests.backend.packed import AGENTS, loss_inside, pack, trie_size
 from tests.batches import Batch, shared_batch
 from tests.models import double
 from tests.strategies import Rows, row_batches
-from treefx.forests.paths import Prefixes
+from treefx.forests.trie import Prefixes
 from treefx.inspection.text import describe_step
-from treefx.runtime.batch import Batch as PackedBatch
-from treefx.runtime.batch import build_batch, find_unshared
-from treefx.runtime.steps import Steps, version_of
+from treefx.runtime.call_plan import Batch as PackedBatch
+from treefx.runtime.call_plan import build_batch, find_unshared
+from treefx.runtime.records import Steps, version_of
 
 
 def padded(rows: Rows, *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +144,7 @@ def test_the_very_tensor_of_an_earlier_call_is_left_out() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No optimizer is ever seen: the figures are of pieces."""
-    monkeypatch.setattr("treefx.runtime.steps.MOST_TOKENS", 4)
+    monkeypatch.setattr("treefx.runtime.records.MOST_TOKENS", 4)
     steps = Steps()
     for _ in range(5):
         steps.count(0, 4, 2, of(1, 2))

@@ -1,6 +1,6 @@
 """A dictionary with a bound."""
 
-from treefx.kernels.bounded import Bounded
+from treefx.kernels.memory import Bounded
 
 
 def test_the_entries_set_last_stay() -> None:

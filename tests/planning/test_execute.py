@@ -29,7 +29,7 @@ from tests.planning.parts import reproducible as reproducible
 from tests.spellings import SPELLINGS
 from treefx.planning.execution.additive import SumCheck
 from treefx.planning.execution.backward import backward
-from treefx.runtime import report
+from treefx.runtime import records
 from treefx.runtime.cut import EdgeSubset
 
 
@@ -241,7 +241,7 @@ def test_run_for_keys_and_values_computes_no_logits() -> None:
     (model, compiled), (forest, _, _) = tiny(), weighted_forest()
     run(compiled, model, every_node(forest, keeps=("recompute",)))
     vocabulary = model.model.head.weight.shape[0]  # type: ignore[union-attr]
-    rewrites = [item for found in report.find(model.parameters()) for item in found.graph.rewrites]
+    rewrites = [item for found in records.find(model.parameters()) for item in found.graph.rewrites]
     by_run = {item.cut.run: item.gm for item in rewrites if item.cut is not None and item.cut.run != "infer"}
     sizes = {
         name: [tuple(node.meta["val"].shape) for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor)]

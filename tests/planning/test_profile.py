@@ -13,7 +13,7 @@ from torch import fx
 import treefx
 from tests.cli.validation import assert_measured
 from treefx.errors import InputError
-from treefx.kernels.cpu.tile_calls import flash, flash_backward
+from treefx.kernels.cpu.rectangles import flash, flash_backward
 from treefx.planning.cost.liveness import live_bytes
 from treefx.planning.cost.memory import track_peak
 from treefx.planning.cost.model import Size, flash_block

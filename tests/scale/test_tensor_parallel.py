@@ -27,7 +27,7 @@ from tests.scale.shared_out import (
     steps,
 )
 from tests.trainers.test_distributed import WORLD, batches
-from treefx.runtime.batch import build_batch, pad_batch
+from treefx.runtime.call_plan import build_batch, pad_batch
 
 
 def sharded_too(model: Any) -> nn.Module:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from treefx.integrations.moved_batches import remember_moved, watch_data_loaders
-from treefx.kernels.tiles import hosted
-from treefx.runtime import batch as tries
-from treefx.runtime.batch import build_batch, find_unshared
+from treefx.kernels import memory
+from treefx.runtime import call_plan as tries
+from treefx.runtime.call_plan import build_batch, find_unshared
 
 IDS = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
@@ -27,12 +27,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         fetched.extend(tensors)
         return [x.clone() for x in tensors]
 
-    monkeypatch.setattr(hosted, "is_on_device", lambda tensor: any(tensor is x for x in moved))
-    monkeypatch.setattr(hosted, "_fetched", copied)
+    monkeypatch.setattr(memory, "is_on_device", lambda tensor: any(tensor is x for x in moved))
+    monkeypatch.setattr(memory, "_fetched", copied)
     monkeypatch.setattr(tries, "_recent", type(tries._recent)(maxlen=4))
     yield fetched
     moved.clear()
-    hosted._sent.clear()
+    memory._sent.clear()
 
 
 _moved: list[Tensor] = []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from treefx.kernels.lasting import lasting_property
+from treefx.kernels.memory import lasting_property
 
 __all__ = ["Edges"]
 

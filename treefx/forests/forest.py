@@ -20,8 +20,7 @@ from treefx.forests.edges import Edges
 from treefx.forests.input import RowBatch, Weighting, read_padded, read_sequences, weigh
 from treefx.forests.share import Share
 from treefx.forests.trie import build_trie
-from treefx.kernels.lasting import lasting, lasting_property
-from treefx.kernels.tiles.hosted import send
+from treefx.kernels.memory import lasting, lasting_property, send
 from treefx.views import find_view
 
 if TYPE_CHECKING:

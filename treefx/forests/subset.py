@@ -10,7 +10,7 @@ from torch import Tensor
 from treefx.forests.edges import Edges
 from treefx.forests.forest import Forest
 from treefx.forests.input import RowBatch
-from treefx.kernels.lasting import lasting_property
+from treefx.kernels.memory import lasting_property
 
 __all__ = ["EdgeSubset", "select_edges", "select_rows", "split_tokens"]
 

@@ -21,14 +21,14 @@ from treefx.inspection.report.report import Report, made_of
 from treefx.inspection.reported import material_of
 from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import summarise
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis, Rewritten, Variant
 from treefx.passes.packing.restore_gradients import restorations
 from treefx.passes.pipeline import build_passes, rewrite
 from treefx.passes.runner import Pass
 from treefx.passes.trace.heads import tell_masks
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.batch import Batch
+from treefx.runtime.call_plan import Batch
 from treefx.runtime.dynamo import keep_graphs_whole, reads_cache, role_of
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records

@@ -7,7 +7,7 @@ from treefx.inspection.report.operators import account_operators
 from treefx.inspection.report.verdict import judge
 from treefx.inspection.reported import material_of
 from treefx.reason_codes import LITTLE_SHARING, with_code
-from treefx.runtime.report import GraphReport, ReportingGraph, Run
+from treefx.runtime.records import GraphReport, ReportingGraph, Run
 
 __all__ = ["describe_first_call"]
 

@@ -27,8 +27,7 @@ from treefx.passes.packing.restore_gradients import restorations
 from treefx.reason_codes import code_of_cause
 from treefx.runtime.observed.observer import observers
 from treefx.runtime.reason import Cause
-from treefx.runtime.report import NO_IDS, GraphReport, Run, find
-from treefx.runtime.steps import version_of
+from treefx.runtime.records import NO_IDS, GraphReport, Run, find, version_of
 from treefx.runtime.whole.distinct_images import images_run
 
 __all__ = ["STAGES", "Inspection", "inspect", "sources_of", "statistics"]

@@ -12,9 +12,9 @@ from treefx.forests.forest import Forest
 from treefx.inspection.report.material import Material, Rows
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.reason_codes import LITTLE_SHARING
-from treefx.runtime.batch import Batch, keys_of
 from treefx.runtime.call_log import LoggedCall
-from treefx.runtime.report import NO_IDS, GraphReport
+from treefx.runtime.call_plan import Batch, keys_of
+from treefx.runtime.records import NO_IDS, GraphReport
 
 __all__ = ["material_of", "rows_of_batch", "rows_of_forest"]
 

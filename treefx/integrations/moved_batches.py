@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from treefx.kernels.tiles import hosted
+from treefx.kernels import memory
 
 __all__ = ["remember_moved", "watch_data_loaders"]
 
@@ -40,7 +40,7 @@ def watch_data_loaders(data_loader: Any) -> None:
     def broadcast_and_forget(*args: Any, **kwargs: Any) -> Any:
         found = broadcast(*args, **kwargs)
         for _, tensor in _small_tensors(found):  # written in place, which the tensors do not tell
-            hosted.forget(tensor)
+            memory.forget(tensor)
         return found
 
     data_loader.send_to_device, data_loader.broadcast = send_to_device, broadcast_and_forget
@@ -62,11 +62,11 @@ def remember_moved(batch: Any, moved: _T) -> _T:
 def _remember(before: Mapping[tuple[Any, ...], Tensor], moved: _T) -> _T:
     for path, tensor in _small_tensors(moved):
         host = before.get(path)
-        if host is None or hosted.is_on_device(host) or not hosted.is_on_device(tensor):
+        if host is None or memory.is_on_device(host) or not memory.is_on_device(tensor):
             continue
         if host.shape == tensor.shape and host.dtype == tensor.dtype:
             # A collator may write into its memory again, also through numpy, which leaves no trace in the tensor.
-            hosted.remember(host.clone(), tensor)
+            memory.remember(host.clone(), tensor)
     return moved
 
 

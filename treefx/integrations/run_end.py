@@ -23,7 +23,7 @@ from treefx.inspection.inspector import Inspection
 from treefx.inspection.observation.observed import Observation, account
 from treefx.inspection.report.report import Report
 from treefx.runtime.observed.observer import Observer, observers
-from treefx.runtime.report import models_of_the_run
+from treefx.runtime.records import models_of_the_run
 from treefx.runtime.run_record import RECORD
 
 __all__ = ["report_at_end", "whatever_happens", "write_all"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
-from treefx.kernels.lasting import lasting_property
+from treefx.kernels.memory import lasting_property
 
 __all__ = ["StepTree"]
 

@@ -4,7 +4,7 @@ In: the inputs of a call and the analyses of the passes. Out: its outputs, and a
 
 Order of imports, each only of what stands before an arrow::
 
-    kept, lost_sharing, reason, token_bits, origins -> whole, call_log, run_record, steps
-    -> report, dynamo, output_use, places, batch, cut, lazy -> padding -> blocks, segments, output_keys -> shapes
-    -> announce, call_plan, observed, structured_log -> records -> analyses -> ways -> converted, compiled_graph
+    lost_sharing, reason, token_bits, origins -> whole, call_log, run_record
+    -> dynamo, places, cut -> padding -> blocks, segments, output_keys -> shapes
+    -> call_plan, structured_log -> records -> announce, lazy, analyses -> ways, observed -> converted, compiled_graph
 """

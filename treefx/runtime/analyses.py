@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from treefx.config import Config
 from treefx.errors import TreefxError, UnsupportedError
 from treefx.forests.context import current_forest
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.inputs.values import InputValues, input_values
 from treefx.passes.labels.label_tokens import MEETS_ROWS
@@ -25,15 +25,23 @@ from treefx.passes.trace.batch_sizes import Specialised
 from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.reason_codes import code_of_cause, with_code
-from treefx.runtime.kept.proof import Proof
-from treefx.runtime.kept.retries import PASSING, NotNow, Retries
 from treefx.runtime.origins import origin_of
 from treefx.runtime.output_keys import note_of_outputs
-from treefx.runtime.output_use import OutputUse
 from treefx.runtime.reason import Cause, Reason
-from treefx.runtime.records import Records
-from treefx.runtime.report import NO_ATTENTION
-from treefx.runtime.shapes import KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
+from treefx.runtime.records import NO_ATTENTION, Records
+from treefx.runtime.shapes import (
+    PASSING,
+    KnownShapes,
+    NotNow,
+    OutputUse,
+    Proof,
+    Refusal,
+    Retries,
+    Shape,
+    layout_of,
+    proof_of,
+    share_shape,
+)
 from treefx.torch_patches.compiling import compiling
 
 __all__ = ["Analyses"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from treefx.runtime.lost_sharing.graph_breaks import object_of_entry
-from treefx.runtime.report import GraphReport, ReportingGraph
+from treefx.runtime.records import GraphReport, ReportingGraph
 from treefx.views import find_view
 
 __all__ = ["announce"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from treefx.forests.trie import combine_keys
+from treefx.kernels.memory import on_host
 from treefx.kernels.score import Expr
-from treefx.kernels.tiles.hosted import on_host
 from treefx.passes.scores.blocks import Blocks
 from treefx.runtime.padding import Grid
 

@@ -13,7 +13,7 @@ from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.forest import Forest
-from treefx.kernels.tiles.hosted import reading
+from treefx.kernels.memory import reading
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
@@ -22,13 +22,11 @@ from treefx.runtime.analyses import Analyses
 from treefx.runtime.announce import announce
 from treefx.runtime.dynamo import reads_cache, why_cut
 from treefx.runtime.reason import Reason
-from treefx.runtime.records import Records
-from treefx.runtime.report import GraphReport
+from treefx.runtime.records import GraphReport, Records
 from treefx.runtime.ways.column_counts import ColumnCounts
 from treefx.runtime.ways.native import NativeRun, wrong_row
 from treefx.runtime.ways.ordinary import Ordinary
-from treefx.runtime.ways.packed import PackedRun
-from treefx.runtime.ways.rows import RowsRun
+from treefx.runtime.ways.rows import PackedRun, RowsRun
 from treefx.runtime.ways.watch import SharingWatch
 from treefx.runtime.whole.numbers import as_tensors, numbers_as_tensors
 from treefx.runtime.whole.parameter_changes import changes_first

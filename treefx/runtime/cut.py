@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset, select_edges
-from treefx.kernels.tiles.hosted import send
+from treefx.kernels.memory import send
 from treefx.passes.cuts.boundary_kv import CutGraph, GivenBack, Ranks, Run, StandIn
 
 __all__ = [

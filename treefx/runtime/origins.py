@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.tiles.hosted import together
+from treefx.kernels.memory import together
 
 __all__ = [
     "OTHER_ORIGIN",

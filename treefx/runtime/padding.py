@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.memory import host_copies, is_on_device, is_small, on_host, remember, together
 from treefx.kernels.score import Expr, evaluate, walk
-from treefx.kernels.tiles.hosted import host_copies, is_on_device, is_small, on_host, remember, together
 from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.tiles.hosted import is_on_device, on_host, together
+from treefx.kernels.memory import is_on_device, on_host, together
 from treefx.passes.labels.facts import Axis, Dims, Factor, shape_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.laws.placed import Placed

@@ -9,33 +9,234 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
+from torch.utils import checkpoint
 
-from treefx.errors import TreefxError
-from treefx.kernels.lasting import lasting
+from treefx.errors import TreefxError, UnsupportedError
+from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis, Rewritten, Variant
 from treefx.passes.pipeline import compile_variant, rewrite
 from treefx.passes.runner import Pass
 from treefx.passes.trace.batch_sizes import BatchSizes
 from treefx.passes.trace.fingerprint import fingerprint, tensor_key
-from treefx.runtime.kept.process_state import process_state
-from treefx.runtime.kept.proof import Proof
-from treefx.runtime.kept.retries import Retries
-from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Grid, Padding
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.segments import find_starts
 from treefx.torch_patches.compiling import compiling
 
 __all__ = [
-    "Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "Unfit", "layout_of",
-    "proof_of", "share_shape",
-]  # fmt: skip
+    "COMPARED_BYTES",
+    "Executable",
+    "KnownShapes",
+    "LATER",
+    "NotNow",
+    "Outgrown",
+    "OutputUse",
+    "PASSING",
+    "Proof",
+    "Refusal",
+    "Retries",
+    "Shape",
+    "Unfit",
+    "bits",
+    "forget_shapes",
+    "layout_of",
+    "process_state",
+    "proof_of",
+    "share_shape",
+    "version_of",
+]
+
+COMPARED_BYTES = 1 << 24
+"""The largest tensor to be copied and compared: half a millisecond to four on a CPU."""
+
+
+class Proof:
+    """The buffers that a proof read, as they were.
+
+    Args:
+        args: The tensors of the call that it was made in.
+        read: Positions of the tensors with values that entered it.
+    """
+
+    def __init__(self, args: Sequence[Any] = (), read: Iterable[int] = ()) -> None:
+        self._seen: dict[int, _Seen] = {i: _see(args[i]) for i in read}
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the same could be proved with these."""
+        for i, seen in self._seen.items():
+            if not seen.is_in(args[i]):
+                return False
+        return True
+
+
+class _Seen(Protocol):
+    def is_in(self, x: Tensor) -> bool:
+        """Whether a tensor has the value that was seen."""
+
+
+class _Content:
+    """A value, by content."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._kind = (x.shape, x.dtype, x.device)
+        self._bits = bits(x).clone()
+
+    def is_in(self, x: Tensor) -> bool:
+        return (x.shape, x.dtype, x.device) == self._kind and torch.equal(bits(x), self._bits)
+
+
+class _Place:
+    """A value, by where it lies and how often that was written to."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._version = version_of(x)
+        self._storage = x.untyped_storage()  # held, so that no other tensor gets its address
+
+    def is_in(self, x: Tensor) -> bool:
+        return version_of(x) == self._version
+
+
+_contents: weakref.WeakSet[_Content] = weakref.WeakSet()
+
+
+def _see(x: Tensor) -> _Seen:
+    """Layers and models with equal buffers share one copy."""
+    if x.numel() * x.element_size() > COMPARED_BYTES:
+        return _Place(x)
+    known = next((content for content in list(_contents) if content.is_in(x)), None)
+    if known is None:
+        with lasting():
+            known = _Content(x)
+        _contents.add(known)
+    return known
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor, eight at a time where they allow it.
+
+    Equal bits, not equal numbers (NaN, -0.0).
+    """
+    with torch.no_grad():
+        flat = x.detach().contiguous().view(-1)
+        whole = flat.numel() * flat.element_size() % 8 == 0
+        return flat.view(torch.int64 if whole and flat.storage_offset() == 0 else torch.uint8)
+
+
+def version_of(x: Tensor) -> tuple[int, int | None]:
+    """Return a tensor's address and version; None as version under inference mode."""
+    return x.data_ptr(), None if x.is_inference() else x._version
+
+
+def process_state() -> tuple[Any, ...]:
+    """Return a key: code compiled under one state never runs under another.
+
+    Dynamo guards all of it, but it does not see every call: reading a lazy output runs the graph again, and
+    gradients may be off then. Autocast is no part of it, because its casts are in the traced graph; nor is inference
+    mode, in which nothing is compiled.
+    """
+    return (
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
+PASSING: tuple[type[Exception], ...] = (MemoryError, OSError, torch.OutOfMemoryError)
+"""Errors of the machine at one moment, not of a graph: another call may not have them."""
+LATER = "a later call tries again"
+"""How the reasons of such failures end."""
+_LONGEST = 10
+"""Doublings of the number of calls between two tries."""
+
+
+class NotNow(UnsupportedError):
+    """Raised when an analysis or compilation failed for a reason that may pass.
+
+    A later call tries again.
+    """
+
+
+class Retries:
+    """Space out retries of one thing: the next call, then after 1, 3, 7, ... others."""
+
+    def __init__(self) -> None:
+        self._failures, self._waiting, self._reason = 0, 0, ""
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Try something.
+
+        Args:
+            what: The failed action, for the message.
+
+        Raises:
+            NotNow: it failed for a reason that may pass, now or a few calls ago.
+        """
+        if self._waiting:
+            self._waiting -= 1
+            raise NotNow(self._reason)
+        try:
+            yield
+        except PASSING as error:
+            self._waiting = 2 ** min(self._failures, _LONGEST) - 1
+            self._failures += 1
+            first_line = next(iter(str(error).splitlines()), "")
+            self._reason = f"{what}: {type(error).__name__}: {first_line}; {LATER}"
+            raise NotNow(self._reason) from error
+        self._failures = 0
+
+
+class OutputUse:
+    """Record which packed outputs of a graph its callers have read and differentiated.
+
+    Args:
+        lazy: Whether that is to be learned; all of them, from the first call on, where it is not.
+    """
+
+    def __init__(self, *, lazy: bool = True) -> None:
+        self._lazy = lazy
+        self.read: set[int] = set()
+        self.differentiated: set[int] = set()
+        self.settled = False
+        """Whether a call has run."""
+
+    def settle(self, analysis: Analysis) -> None:
+        """Mark all outputs as used where use is not learned.
+
+        That is: without a loss, where a second run would have other effects, and where a checkpoint compares one with
+        the first: reading in between must not change its saved tensors.
+        """
+        if _in_checkpoint() or not self.settled and self._are_always_used(analysis):
+            self.read |= set(analysis.packed_outputs)
+            self.differentiated |= set(analysis.packed_outputs)
+        self.settled = True
+
+    def _are_always_used(self, analysis: Analysis) -> bool:
+        return not self._lazy or not analysis.returns_loss or analysis.has_side_effects
+
+    def detached(self, analysis: Analysis) -> frozenset[int]:
+        """The outputs that leave lazily."""
+        return frozenset(analysis.packed_outputs) - self.differentiated
+
+
+def _in_checkpoint() -> bool:
+    """Return whether a non-reentrant checkpoint runs the model.
+
+    That is ``torch.utils.checkpoint(use_reentrant=False)``, for the first time or again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
 _ASKING = 16
 """How many shapes without a place are remembered for each one that has one."""
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, make_indices
+from treefx.kernels.memory import host_copies
 from treefx.kernels.score import Expr, Score, evaluate, loads
-from treefx.kernels.tiles.hosted import host_copies
 from treefx.kernels.tiles.tree_blocks import Keys
 
 __all__ = [

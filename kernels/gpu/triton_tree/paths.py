@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Inputs, random_gradient
 from treefx.kernels.gpu.triton_tree.configs import (
     GLUON_ONE_PASS_KEYS,
@@ -27,6 +26,7 @@ from treefx.kernels.gpu.triton_tree.configs import (
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, refuse_capture
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
+from treefx.kernels.memory import Bounded
 from treefx.kernels.score import loads
 from treefx.reason_codes import with_code
 from treefx.refusal_codes import PLAIN_FORM

@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.code_files import cache_folder
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.support import device_name, processors
-from treefx.kernels.tiles.hosted import host_copies
+from treefx.kernels.memory import Bounded, host_copies
 from treefx.kernels.tiles.tile_counts import Rates, count_tiles, predict_time
 from treefx.kernels.tiles.tree_blocks import forget_blocks, remembered
 

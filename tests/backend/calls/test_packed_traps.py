@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import treefx.runtime.batch
+import treefx.runtime.call_plan
 from tests.backend.calls.test_packed_rows import one_layer
 from tests.backend.packed import (
     AGENTS,
@@ -238,11 +238,11 @@ def test_columns_for_depth_in_a_window_would_be_wrong(monkeypatch: pytest.Monkey
 
 
 def test_a_causal_mask_over_distinct_tokens_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = treefx.runtime.batch._tensors
+    right = treefx.runtime.call_plan._tensors
 
     def causal_over_tokens(row: Any, column: Any, end: Any, *rest: Any) -> Any:
         return right(row, column, end * 0 + len(end), *rest)
 
-    monkeypatch.setattr(treefx.runtime.batch, "_tensors", causal_over_tokens)
-    monkeypatch.setattr(treefx.runtime.batch, "_recent", deque(maxlen=1))
+    monkeypatch.setattr(treefx.runtime.call_plan, "_tensors", causal_over_tokens)
+    monkeypatch.setattr(treefx.runtime.call_plan, "_recent", deque(maxlen=1))
     assert_wrong(one_layer("llama"), loss_inside(PACKED))

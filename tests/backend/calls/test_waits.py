@@ -18,7 +18,7 @@ from tests.batches import Batch, shared_batch
 from tests.oracle import Step, loss_of, outcome, relative_errors, stats_of, zero_gradients
 from tests.spellings import PADDED, SPELLINGS
 from treefx.integrations.moved_batches import remember_moved
-from treefx.kernels.tiles import hosted
+from treefx.kernels import memory
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.ways import rows
 
@@ -93,16 +93,16 @@ def planned_on(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and device.holds(x) else x, operands)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hosted, "is_on_device", device.holds)
+        patch.setattr(memory, "is_on_device", device.holds)
         for module in ("padding", "places", "origins"):
             patch.setattr(f"treefx.runtime.{module}.together", together)
         for module in ("runtime.padding", "runtime.places", "passes.inputs.values"):
             patch.setattr(f"treefx.{module}.is_on_device", device.holds)
-        patch.setattr(hosted, "_fetched", device.fetch)
+        patch.setattr(memory, "_fetched", device.fetch)
         patch.setattr(rows, "plan_call", within(rows.plan_call))
         patch.setattr(Analyses, "_values", within(Analyses._values))
         yield
-    hosted._sent.clear()
+    memory._sent.clear()
 
 
 def fresh(seed: int, padding: Any = "right") -> Batch:
@@ -168,7 +168,7 @@ def test_values_of_other_kinds_meet_in_one_place(
     compiled = compile_with(model, min_sharing=1.0)
     step(0)(compiled)
     for size in sizes:
-        monkeypatch.setattr(hosted, "_MOST_OTHERS", MOST[size])
+        monkeypatch.setattr(memory, "_MOST_OTHERS", MOST[size])
         device = StandIn()
         with in_case(size):
             for seed in (1, 2, 3):

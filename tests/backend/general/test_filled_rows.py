@@ -33,10 +33,10 @@ from tests.spellings import SPELLINGS
 from treefx.kernels.tiles.tree_blocks import _mean_length
 from treefx.passes.trace import token_count
 from treefx.passes.trace.token_count import PackedSize, TokenCount
-from treefx.runtime import batch as batches
-from treefx.runtime.batch import build_batch
-from treefx.runtime.ways import packed
-from treefx.runtime.ways.packed import PackedRun
+from treefx.runtime import call_plan as batches
+from treefx.runtime.call_plan import build_batch
+from treefx.runtime.ways import rows
+from treefx.runtime.ways.rows import PackedRun
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
@@ -52,7 +52,7 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         found.append((batch.tokens, batch.size))
         return run(self, shape, variant, tensors, batch, cut)
 
-    monkeypatch.setattr(packed.PackedRun, "run", seen)
+    monkeypatch.setattr(rows.PackedRun, "run", seen)
     monkeypatch.setitem(token_count._MULTIPLES, "cpu", 64)
     batches._recent.clear()
     yield found

@@ -25,7 +25,7 @@ from tests.models import TinyLM
 from tests.planning.cuts import every_node
 from tests.spellings import SPELLINGS
 from treefx.passes.trace import token_count
-from treefx.runtime import batch
+from treefx.runtime import call_plan
 
 STEPS, WARM_UP = 300, 150
 _WEAK = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, WeakIdKeyDictionary)
@@ -184,14 +184,14 @@ def test_a_store_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_store_that_is_new_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[int, int] = {}
     cached = functools.cache(lambda number: number)
-    monkeypatch.setattr(batch, "_planted", kept, raising=False)
-    monkeypatch.setattr(batch.Batch, "planted", staticmethod(cached), raising=False)
+    monkeypatch.setattr(call_plan, "_planted", kept, raising=False)
+    monkeypatch.setattr(call_plan.Batch, "planted", staticmethod(cached), raising=False)
 
     def step(number: int) -> None:
         kept[number] = cached(number)
 
     found = growth(step, 10, 5)
-    assert found["treefx.runtime.batch:_planted"] == found["treefx.runtime.batch:Batch.planted"] == (5, 10)
+    assert found["treefx.runtime.call_plan:_planted"] == found["treefx.runtime.call_plan:Batch.planted"] == (5, 10)
 
 
 def test_refused_shapes_are_not_analysed_for_ever() -> None:
@@ -199,7 +199,7 @@ def test_refused_shapes_are_not_analysed_for_ever() -> None:
     step = trained(model)
     for number in range(40):
         step(number)
-    (run,) = treefx.runtime.report.find(model.parameters())
+    (run,) = treefx.runtime.records.find(model.parameters())
     shapes = run.graph._analyses._shapes  # type: ignore[attr-defined]
     assert len(shapes._known) == run.graph.config.max_shapes
     assert "attention" in str(run.report.fallback)

@@ -19,7 +19,7 @@ from tests.batches import IGNORED, Batch, shared_batch
 from tests.models import Output
 from tests.oracle import FLOAT64, assert_close, compile_with, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
-from treefx.runtime.kept import proof
+from treefx.runtime import shapes
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61)
 
@@ -232,7 +232,7 @@ def test_models_with_equal_buffers_share_what_was_compiled() -> None:
 
 def test_large_buffers_go_by_address_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Content is dear there; writing through ``.data`` is the documented exception."""
-    monkeypatch.setattr(proof, "COMPARED_BYTES", 0)
+    monkeypatch.setattr(shapes, "COMPARED_BYTES", 0)
     model, twin, compiled = pair(tiny(), inner="eager")
     check(model, twin, compiled)
     for write in (by_loading, by_assignment):
@@ -247,7 +247,7 @@ def test_proof_tells_bits_apart() -> None:
         (torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 2.0])),
         (torch.zeros(3), -torch.zeros(3)),
     ):
-        known = proof.Proof([x], [0])
+        known = shapes.Proof([x], [0])
         assert known.holds([x.clone()]) and not known.holds([other]) and not known.holds([x.double()])
 
 

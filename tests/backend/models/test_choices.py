@@ -17,7 +17,7 @@ from tests.batches import Side, distinct_tokens, left_padded, shared_batch
 from tests.models import TinyLM, double_from, lifted
 from tests.oracle import FLOAT32, refused
 from treefx.passes.packing import emit_choices
-from treefx.runtime.report import find
+from treefx.runtime.records import find
 from treefx.tools.bench.zoo.flop_share import flop_share
 
 VOCAB = 61

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.kernels.forests import FORESTS, chain_forest, random_parents
 from treefx.kernels import tree_attention
+from treefx.kernels.cpu import rectangles as tiles
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, make_score
-from treefx.kernels.tiles import rectangles as tiles
 
 EndsOf = Callable[[list[int]], Tensor]
 FEATURES = ("window", "softcap", "alibi_slopes", "sinks")

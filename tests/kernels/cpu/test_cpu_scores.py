@@ -9,12 +9,12 @@ from torch import Tensor
 
 from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
-from treefx.kernels.cpu import eager_tiles, tile_calls
+from treefx.kernels.cpu import eager_tiles, rectangles
+from treefx.kernels.cpu import rectangles as tiles
 from treefx.kernels.cpu.bias_gradients import bias_is_summable
 from treefx.kernels.cpu.scored_tiles import is_separable, plan_scored_tiles
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.kernels.tiles import rectangles as tiles
 from treefx.kernels.tiles.structure import count_tokens, find_structure
 
 EndsOf = Callable[[list[int]], Tensor]
@@ -234,13 +234,13 @@ def test_alibi_on_masked_keys() -> None:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect the query-key pairs of every call of the flash kernel."""
     seen: list[int] = []
-    flash: Any = tile_calls.flash
+    flash: Any = rectangles.flash
 
     def counted(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(q.shape[2] * k.shape[2])
         return flash(q, k, *args, **kwargs)
 
-    monkeypatch.setattr(tile_calls, "flash", counted)
+    monkeypatch.setattr(rectangles, "flash", counted)
     return seen
 
 

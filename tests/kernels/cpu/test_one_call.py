@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.kernels.forests import FORESTS, chain_forest
 from treefx.kernels import tree_attention
 from treefx.kernels.cpu import one_call
+from treefx.kernels.cpu import rectangles as tiles
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, make_score
-from treefx.kernels.tiles import rectangles as tiles
 
 EndsOf = Callable[[list[int]], Tensor]
 CHAIN = chain_forest((-1, 300))

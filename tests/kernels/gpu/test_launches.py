@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
+from treefx.kernels import memory
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.replays import Recorder as StepRecorder
 from treefx.kernels.gpu.replays import note, replayed
@@ -28,7 +29,7 @@ from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.arguments import RowValues
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.score import Score, make_score
-from treefx.kernels.tiles import hosted, tree_blocks
+from treefx.kernels.tiles import tree_blocks
 from treefx.kernels.tiles.tree_blocks import forget_blocks
 from treefx.tools.kernels.stand_in import on_device
 
@@ -88,7 +89,7 @@ def device(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         function = getattr(tree_blocks, name)
 
         def run(*args: Any) -> Any:
-            here = any(first(args[0]) is one.host for one in hosted._sent)
+            here = any(first(args[0]) is one.host for one in memory._sent)
             with _disable_current_modes() if here else nullcontext():
                 return function(*args)
 
@@ -115,7 +116,7 @@ def forest(tokens: int, sent: bool) -> Tensor:
         host[first:] = first + tokens // 8
     ends = host.clone()
     if sent:
-        hosted.remember(host, ends)
+        memory.remember(host, ends)
     return ends
 
 
@@ -194,7 +195,7 @@ def test_a_second_layer_works_nothing_out(
         return LAUNCHED.copy()
 
     depth, slopes, flags = torch.arange(1040), torch.ones(heads), torch.ones(1040, dtype=torch.bool)
-    hosted.remember(flags.clone(), flags)
+    memory.remember(flags.clone(), flags)
     step()  # also compares the forms of the kernels
     forget_blocks()
     first = step()
@@ -255,7 +256,7 @@ def test_what_a_score_reads_of_the_forest_is_made_once(kind: str, deterministic:
     """Of depths nothing is launched after the first layer; of slopes, which a step may change, one kernel at most."""
     score, _ = KINDS[kind]
     depth, slopes = torch.arange(1040), torch.ones(8)
-    hosted.remember(depth.clone(), depth)
+    memory.remember(depth.clone(), depth)
     first, *others = run(forest(1040, sent=True), deterministic, score, [depth, slopes])
     assert first > others[0] == others[1] and all(waits == 0 for *_, waits in others)
     if kind == "window":
@@ -307,22 +308,22 @@ def test_a_forest_that_nobody_sent_is_read_and_watched(device: None) -> None:
 
 def test_what_was_written_over_is_no_longer_known(device: None) -> None:
     ends = forest(512, sent=True)
-    assert hosted.host_copies([ends]) is not None
+    assert memory.host_copies([ends]) is not None
     ends[-1] = 512
-    assert hosted.host_copies([ends]) is None
+    assert memory.host_copies([ends]) is None
 
 
 def test_another_forest_in_the_same_memory_is_another(device: None) -> None:
     """The host's copy goes with the vector it stands for, and stands for no other that comes to lie there."""
     memory = torch.empty(1024, dtype=torch.int32)
     first, second = (torch.frombuffer(memory.numpy(), dtype=torch.int32) for _ in range(2))
-    hosted.remember(torch.full((1024,), 1024, dtype=torch.int32), first)
+    memory.remember(torch.full((1024,), 1024, dtype=torch.int32), first)
     assert first.data_ptr() == second.data_ptr() and first._version == second._version
-    assert hosted.host_copies([first]) is not None and hosted.host_copies([second]) is None
+    assert memory.host_copies([first]) is not None and memory.host_copies([second]) is None
     del first
     other = torch.zeros(4)
-    hosted.remember(torch.zeros(4), other)
-    assert not any(one.moved.is_gone() for one in hosted._sent), "freed tensors are dropped"
+    memory.remember(torch.zeros(4), other)
+    assert not any(one.moved.is_gone() for one in memory._sent), "freed tensors are dropped"
 
 
 def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
@@ -343,8 +344,8 @@ def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
 def test_many_forests_are_known_at_once(device: None) -> None:
     """Those of all parts above the one that runs: their backwards come later."""
     several = [forest(256, sent=True) for _ in range(50)]
-    assert all(hosted.host_copies([ends]) is not None for ends in several)
-    count = len(hosted._sent)
+    assert all(memory.host_copies([ends]) is not None for ends in several)
+    count = len(memory._sent)
     del several
     forest(256, sent=True)
-    assert count >= 50 and len(hosted._sent) <= 2
+    assert count >= 50 and len(memory._sent) <= 2

@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree import tuning
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
@@ -23,6 +22,7 @@ from treefx.kernels.gpu.triton_tree.tuning import (
     tile_name,
     tuned,
 )
+from treefx.kernels.memory import Bounded
 from treefx.kernels.score import make_score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.gpu.test_launches import SCORE, Recorder, device, poisoned_memory, storages  # noqa: F401
 from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
+from treefx.kernels import memory
 from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu import workspace
 from treefx.kernels.gpu.triton_tree import attention, paths
@@ -19,7 +20,7 @@ from treefx.kernels.gpu.triton_tree.configs import one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
 from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists, value_bytes
 from treefx.kernels.score import Score, make_score
-from treefx.kernels.tiles import hosted, tree_blocks
+from treefx.kernels.tiles import tree_blocks
 from treefx.tools.bench.attention.trees import Tree
 
 FORMS = {"two passes": "plain", "one pass": "plain", "Gluon": "gluon", "Gluon, one pass": "gluon_once"}
@@ -60,7 +61,7 @@ def outside(seed: int, tokens: int, kv_heads: int, widths: tuple[int, int], gene
 def known(host: Tensor) -> Tensor:
     """What the host has sent."""
     moved = host.clone()
-    hosted.remember(host, moved)
+    memory.remember(host, moved)
     return moved
 
 
@@ -201,7 +202,7 @@ def test_values_of_a_score_are_never_counted_too_low(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs = in_form("Gluon", part(seed, WINDOW), monkeypatch)
-    hosted.remember(inputs.buffers[0].clone(), inputs.buffers[0])  # as a batch sends them: without copies to compare
+    memory.remember(inputs.buffers[0].clone(), inputs.buffers[0])  # as a batch sends them: without copies to compare
     forward, backward, _ = taken(inputs, WINDOW, first=True)
     given = runner(inputs, WINDOW, "Gluon")
     kept = value_bytes(given, inputs.q.shape[2], len(inputs.intervals()[0]))

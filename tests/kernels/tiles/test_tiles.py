@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.tiles import rectangles as tiles
-from treefx.kernels.tiles.rectangles import mask_elements, plain_tiles
+from treefx.kernels.cpu import rectangles as tiles
+from treefx.kernels.cpu.rectangles import mask_elements, plain_tiles
 from treefx.kernels.tiles.structure import Structure
 
 

@@ -16,7 +16,7 @@ from tests.spellings import SPELLINGS
 from treefx.kernels.head_loss import eager
 from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.packing.vocab_tail import surprise
-from treefx.runtime.ways import most_logits
+from treefx.runtime.ways import rows
 
 
 @pytest.mark.parametrize("form", ["picked", "masked"])
@@ -76,12 +76,12 @@ def test_a_target_beyond_the_vocabulary_fails_in_both_forms(monkeypatch: pytest.
 
 
 def test_the_bound_on_logits_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(most_logits, "_free_bytes", lambda device: 64 * 2**30)
+    monkeypatch.setattr(rows, "_free_bytes", lambda device: 64 * 2**30)
     on_gpu = torch.device("cuda", 0)
-    assert most_logits.most_logits("auto", torch.bfloat16, on_gpu) == 4 * 2**30
-    assert most_logits.most_logits("auto", torch.float32, on_gpu) == 2 * 2**30
-    assert most_logits.most_logits("auto", torch.float32, torch.device("cpu")) == 2**26
-    assert most_logits.most_logits(1000, torch.bfloat16, on_gpu) == 1000
+    assert rows.most_logits("auto", torch.bfloat16, on_gpu) == 4 * 2**30
+    assert rows.most_logits("auto", torch.float32, on_gpu) == 2 * 2**30
+    assert rows.most_logits("auto", torch.float32, torch.device("cpu")) == 2**26
+    assert rows.most_logits(1000, torch.bfloat16, on_gpu) == 1000
     assert treefx.Config().max_logits == treefx.Config(max_logits="auto").max_logits == "auto"
     with pytest.raises(treefx.ConfigError, match="max_logits"):
         treefx.Config(max_logits="all")  # type: ignore[arg-type]

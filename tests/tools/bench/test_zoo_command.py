@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from treefx.cli.app import app
 from treefx.data import IGNORED, Batch
 from treefx.errors import UnsupportedError
-from treefx.runtime.report import find
+from treefx.runtime.records import find
 from treefx.tools.bench.zoo import run as zoo
 from treefx.tools.bench.zoo.batches import zoo_batches
 from treefx.tools.bench.zoo.exact import in_float64, sizes_of_sums

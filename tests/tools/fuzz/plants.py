@@ -18,7 +18,7 @@ import treefx
 from treefx.forests import context
 from treefx.passes import pipeline as _pipeline  # noqa: F401  (registers all laws)
 from treefx.passes.trace.heads import copy_graph
-from treefx.runtime import batch
+from treefx.runtime import call_plan
 
 __all__ = ["PLANTS", "Plant", "planted"]
 
@@ -52,7 +52,7 @@ def planted(plant: Plant) -> Iterator[None]:
     finally:
         for owner, name, original in reversed(kept):
             setattr(owner, name, original)
-        batch._recent.clear()  # tries that the mistake has made would be found again by what comes after it
+        call_plan._recent.clear()  # tries that the mistake has made would be found again by what comes after it
 
 
 def _find(place: str) -> tuple[Any, str]:
@@ -175,12 +175,12 @@ PLANTS = {
         {"treefx.passes.scores.attention_facts:canonical_window": _wider_window},
     ),
     "columns": Plant(
-        "tokens are read one column too early", "embeddings", {"treefx.runtime.batch:_tensors": _columns_off_by_one}
+        "tokens are read one column too early", "embeddings", {"treefx.runtime.call_plan:_tensors": _columns_off_by_one}
     ),
     "keys": Plant(
         "the first input alone distinguishes tokens, not the others",
         "inputs",
-        {"treefx.runtime.batch:combine_keys": _ids_alone},
+        {"treefx.runtime.call_plan:combine_keys": _ids_alone},
     ),
     "restoration": Plant(
         "the gradients of the last rows are lost where rows are summed",
@@ -205,9 +205,9 @@ PLANTS = {
         "losses",
         {"treefx.runtime.padding:Padding.read": lambda read: _nothing_read},
     ),
-    "proof": Plant("a proof outlives its buffers", "buffers", {"treefx.runtime.kept.proof:Proof.holds": _always(True)}),
+    "proof": Plant("a proof outlives its buffers", "buffers", {"treefx.runtime.shapes:Proof.holds": _always(True)}),
     "trie": Plant(
-        "the trie of a call is remembered by its shape", "calls", {"treefx.runtime.batch:_same": _same_shapes}
+        "the trie of a call is remembered by its shape", "calls", {"treefx.runtime.call_plan:_same": _same_shapes}
     ),
     "stride": Plant(
         "tree attention returns its heads outside, and promises them inside",

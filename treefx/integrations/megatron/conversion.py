@@ -25,15 +25,13 @@ from treefx.integrations.megatron.replay import ReplayedRouting, replays, routes
 from treefx.integrations.megatron.routers import Routing, RowRouting, counts_tokens, has_losses
 from treefx.integrations.megatron.rows import Rows, read_rows
 from treefx.integrations.megatron.tree import Tree, Trees, first_places
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
-from treefx.runtime.batch import Batch, build_batch, pad_batch
-from treefx.runtime.call_plan import shares_enough
+from treefx.runtime.call_plan import Batch, build_batch, pad_batch, shares_enough
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.reason import Cause, Reason
-from treefx.runtime.report import GraphReport, register
-from treefx.runtime.steps import steps_of, version_of
+from treefx.runtime.records import GraphReport, register, steps_of, version_of
 from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
 
 __all__ = ["convert", "unconvert"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.tiles.hosted import Known
+from treefx.kernels.memory import Known
 
 __all__ = ["Tree", "Trees", "first_places", "is_tree"]
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.cpu.boundary import plain_factor
-from treefx.kernels.cpu.tile_calls import flash, flash_backward
+from treefx.kernels.cpu.rectangles import flash, flash_backward
 from treefx.kernels.score import Score
 from treefx.planning.cost.device import device_workspace
 from treefx.planning.cost.liveness import size_expression

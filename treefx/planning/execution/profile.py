@@ -52,7 +52,7 @@ from treefx.planning.execution.nonnegative import fit_nonnegative
 from treefx.planning.execution.ranks import Ranks, apart
 from treefx.planning.execution.ranks_of import ranks_of
 from treefx.planning.execution.unseen import add_unseen
-from treefx.runtime.report import find
+from treefx.runtime.records import find
 from treefx.views import find_view
 
 __all__ = ["Profile", "profile"]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from treefx.planning.execution.ranks import Ranks, agree
-from treefx.runtime.report import find
+from treefx.runtime.records import find
 
 __all__ = ["Sharded"]
 

@@ -21,7 +21,7 @@ import numpy as np
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.forests.subset import select_rows
-from treefx.kernels.tiles.rectangles import mask_elements
+from treefx.kernels.cpu.rectangles import mask_elements
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import Blocks, Counts
 from treefx.planning.search.draft import Draft

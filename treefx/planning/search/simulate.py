@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treefx.forests.forest import Forest
-from treefx.kernels.tiles.rectangles import mask_elements
+from treefx.kernels.cpu.rectangles import mask_elements
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import Counts
 from treefx.planning.search.layout import KINDS, Layout, PartSizes, Play, count_states, measure_layout, play

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
-from treefx.kernels.lasting import lasting_property
+from treefx.kernels.memory import lasting_property
 from treefx.rl.rollouts.files import read_columns, write_columns
 from treefx.rl.rollouts.growth import PROMPT, GrowingTree
 from treefx.rl.steps import StepTree

@@ -17,11 +17,11 @@ import treefx.runtime.converted.row_views  # noqa: F401 - registers functions of
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
-from treefx.forests.paths import Prefixes
+from treefx.forests.trie import Prefixes
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
 from treefx.reason_codes import with_code
-from treefx.runtime.batch import find_unshared
+from treefx.runtime.call_plan import find_unshared
 from treefx.runtime.converted.attentions import COMPILE_INSTEAD
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
@@ -30,9 +30,8 @@ from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import expect_trees, install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.reason import Cause, Reason
-from treefx.runtime.report import GraphReport, KeptGraph, register
+from treefx.runtime.records import GraphReport, KeptGraph, register, steps_of, version_of
 from treefx.runtime.run_record import RECORD
-from treefx.runtime.steps import steps_of, version_of
 from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
 
 __all__ = ["Hooks", "expanded"]

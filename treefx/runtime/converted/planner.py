@@ -17,14 +17,13 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.purity import changed_inputs, randomness
 from treefx.passes.pipeline import build_passes
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.batch import Batch
-from treefx.runtime.call_plan import CallPlan, Policy, Unshared, plan_call
+from treefx.runtime.call_plan import Batch, CallPlan, Policy, Unshared, plan_call
 from treefx.runtime.converted.attentions import Attentions
 from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame

@@ -20,7 +20,7 @@ from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr, Score, walk
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.scores.attention_facts import Attention, reads_key_alone
-from treefx.runtime.batch import Batch
+from treefx.runtime.call_plan import Batch
 from treefx.runtime.converted.seam import Read
 from treefx.runtime.padding import Grid, Padding
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.kernels.tiles import hosted
+from treefx.kernels import memory
 
 __all__ = ["HostCopies", "copy_to_host", "is_recording"]
 
@@ -42,7 +42,7 @@ def copy_to_host(tensors: Mapping[str, Tensor | None]) -> HostCopies:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        known = hosted.host_copies([tensor]) if hosted.is_on_device(tensor) else None
+        known = memory.host_copies([tensor]) if memory.is_on_device(tensor) else None
         if known is not None:
             copies[name] = known[0]
         elif tensor.device.type == "cuda":
@@ -52,7 +52,7 @@ def copy_to_host(tensors: Mapping[str, Tensor | None]) -> HostCopies:
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()
         else:
-            copies[name] = tensor.detach().cpu() if hosted.is_on_device(tensor) else tensor.detach().clone()
+            copies[name] = tensor.detach().cpu() if memory.is_on_device(tensor) else tensor.detach().clone()
     return HostCopies(copies, arrived)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from treefx.runtime.kept.given import name_of_input
+from treefx.runtime.lazy import name_of_input
 from treefx.runtime.lost_sharing.graph_breaks import object_of_entry
 from treefx.runtime.observed.observer import observer_of
 

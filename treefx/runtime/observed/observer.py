@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from treefx.runtime.observed.host_copies import is_recording
 from treefx.runtime.observed.tallies import Epoch, StepTally, TallyOfCalls, Totals
 from treefx.runtime.observed.tokens import ObservedCall, read_call
-from treefx.runtime.steps import MOST_TOKENS, version_of
+from treefx.runtime.records import MOST_TOKENS, version_of
 
 __all__ = ["Observer", "Settings", "observer_of", "observers"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treefx.forests.paths import Codes
+from treefx.forests.trie import Codes
 from treefx.runtime.observed.tokens import DistinctTokens, ObservedCall, merge
-from treefx.runtime.steps import MOST_TOKENS
+from treefx.runtime.records import MOST_TOKENS
 
 __all__ = ["MOST_STEPS", "Epoch", "StepTally", "Totals", "TallyOfCalls"]
 

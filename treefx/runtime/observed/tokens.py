@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from treefx.forests.paths import Codes, number_prefixes
+from treefx.forests.trie import Codes, number_prefixes
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.observed.host_copies import HostCopies, copy_to_host
 

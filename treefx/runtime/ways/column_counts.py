@@ -17,8 +17,7 @@ from torch import SymFloat, SymInt, Tensor, fx
 from treefx.errors import UnsupportedError
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
-from treefx.kernels.bounded import Bounded
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import Bounded, lasting
 from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.column_counts import find_column_count
 from treefx.passes.labels.label_tokens import user_line

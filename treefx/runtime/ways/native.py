@@ -20,13 +20,13 @@ from treefx.passes.pipeline import UNHIDDEN
 from treefx.passes.trace.token_count import PackedSize
 from treefx.passes.trace.unseen_changes import changed_by
 from treefx.reason_codes import code_of_cause
-from treefx.runtime.batch import forest_batch
+from treefx.runtime.call_plan import forest_batch
 from treefx.runtime.cut import CutRow
-from treefx.runtime.kept.given import name_of_input
+from treefx.runtime.lazy import name_of_input
 from treefx.runtime.reason import Cause
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
-from treefx.runtime.ways.packed import PackedRun
+from treefx.runtime.ways.rows import PackedRun
 
 __all__ = ["NativeRun", "wrong_row"]
 

@@ -13,12 +13,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import lasting
 from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.packing.kept_graphs import keeping_graphs
-from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
+from treefx.runtime.shapes import process_state
 from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memory
 from treefx.runtime.ways.known_numbers import number_inputs, with_numbers
 from treefx.runtime.ways.second_derivatives import has_custom_functions, refuse_second_derivatives

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -12,21 +13,24 @@ from torch import Tensor, fx
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.passes.analysis import Analysis, Variant
+from treefx.passes.packing.layout import expand_rows
 from treefx.passes.pipeline import UNHIDDEN
+from treefx.passes.runner import Pass
+from treefx.passes.trace.batch_sizes import concrete
 from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.call_plan import CallPlan, Policy, Unshared, plan_call
-from treefx.runtime.kept.retries import NotNow
+from treefx.runtime.call_plan import Batch, CallPlan, Policy, Unshared, plan_call
+from treefx.runtime.cut import Cut, Exchange
+from treefx.runtime.lazy import Deferred, Given, LazyRows, lazy_rows, name_of_input, watched
+from treefx.runtime.origins import guarded, note_tokens, with_origin
+from treefx.runtime.output_keys import is_per_token
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
-from treefx.runtime.shapes import Outgrown, Shape, Unfit
-from treefx.runtime.ways.most_logits import most_logits
+from treefx.runtime.shapes import NotNow, Outgrown, Shape, Unfit
 from treefx.runtime.ways.ordinary import Ordinary
-from treefx.runtime.ways.outputs import Outputs
-from treefx.runtime.ways.packed import PackedRun
 
-__all__ = ["RowsRun"]
+__all__ = ["Outputs", "PackedRun", "RowsRun", "most_logits"]
 
 _UNSEEN = Reason(Cause.VALUES, UNHIDDEN)
 
@@ -123,3 +127,162 @@ class RowsRun:
         if self._config.padding == "drop":
             return seen, shape.padding.reached(seen)
         return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(grid, seen)
+
+
+class Outputs:
+    """Return the results of a variant to the caller.
+
+    Args:
+        gm: Dynamo's graph.
+        roles: Role of each placeholder.
+        analyses: Which outputs callers use.
+        config: The options.
+        records: Where to report.
+        again: Runs a call once more, with the outputs that are then known to be read.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        roles: list[str],
+        analyses: Analyses,
+        config: Config,
+        records: Records,
+        again: Callable[[Shape, Sequence[Any]], Any],
+    ) -> None:
+        self._roles, self._analyses, self._config, self._records, self._again = roles, analyses, config, records, again
+        self._watched: list[int] | None = None
+        self._names = [name_of_input(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+    def _on_rows(self, shape: Shape, position: int, value: Any, batch: Batch) -> Any:
+        """An output as the caller expects it."""
+        dims = shape.analysis.packed_outputs.get(position)
+        if dims is None:
+            return value
+        rows = expand_rows(value, dims, batch.metadata[3])
+        if is_per_token(dims):
+            note_tokens(rows, [batch.metadata[3]])
+        return rows
+
+    def hand_back(
+        self,
+        shape: Shape,
+        args: Sequence[Any],
+        results: Sequence[Any],
+        found: CallPlan,
+        variant: Variant,
+    ) -> tuple[Any, ...]:
+        """The outputs as the caller expects them."""
+        given = self._given(args) if variant.detached else None
+        handed = [
+            self._lazily(shape, given, i, value, found, absent=i in variant.absent)
+            if given is not None and i in variant.detached
+            else self._on_rows(shape, i, value, found.batch)
+            for i, value in enumerate(results)
+        ]
+        return tuple(handed)
+
+    def _given(self, args: Sequence[Any]) -> Given:
+        if self._watched is None:
+            self._watched = watched(args, self._roles)
+        return Given(args, self._roles, self._names, self._watched)
+
+    def _lazily(
+        self, shape: Shape, given: Given, position: int, value: Tensor, found: CallPlan, *, absent: bool
+    ) -> Tensor:
+        """Return a lazy output: expanded, or recomputed, when the caller reads it."""
+        report = self._records.report  # the reader may be another thread, or another model may have run in between
+        args, batch = given.args, found.batch
+
+        def compute() -> Tensor:
+            self._analyses.use.read.add(position)
+            complete = not bool((batch.metadata[3] < 0).any())
+            if not absent and (complete or self._config.padding == "drop"):
+                return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
+            given.check(f"reading an output {list(rows)}")
+            with given.as_called(), self._records.reporting(report):
+                result: Tensor = self._again(shape, args)[position]
+            return result.rows if isinstance(result, LazyRows) else result
+
+        def differentiate(grad: Tensor) -> Sequence[Tensor | None]:
+            self._analyses.use.read.add(position)
+            self._analyses.use.differentiated.add(position)
+            given.check(f"differentiating an output {list(rows)}")
+            needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
+            leaves = [x.detach().requires_grad_() if is_in else x for x, is_in in zip(args, needed, strict=True)]
+            with torch.enable_grad(), given.as_called(), self._records.reporting(report):
+                again = [with_origin(x, y) if is_in else y for x, y, is_in in zip(args, leaves, needed, strict=True)]
+                result = self._again(shape, again)[position]
+            inputs = [x for x, is_in in zip(leaves, needed, strict=True) if is_in]
+            return torch.autograd.grad(result, inputs, grad, allow_unused=True)
+
+        rows = concrete(shape.analysis.output_sizes[position], found.grid.sizes)
+        learned = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        return lazy_rows(Deferred(rows, value, compute, differentiate, learned))
+
+
+class PackedRun:
+    """Runs variants of the shapes of one graph.
+
+    Args:
+        passes: Makes and compiles variants.
+        records: Where to report.
+    """
+
+    def __init__(self, passes: Sequence[Pass], records: Records) -> None:
+        self._passes, self._records = passes, records
+
+    def run(
+        self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | Exchange | None = None
+    ) -> Any:
+        """Run a variant; return None where its masks do not hide all they should."""
+        count = batch.size
+        sizes = [count, *([] if cut is None else cut.sizes)]
+        sizes_of_batch = shape.analysis.values(tensors).values()
+        # Not outside: grad mode is a guard of Dynamo's code.
+        gradients = torch.is_grad_enabled() and (cut is None or cut.run not in ("infer", "kv"))
+        with torch.set_grad_enabled(gradients):
+            made = shape.analysis.made_inputs
+            tensors = [guarded(x) if i in made else x for i, x in enumerate(tensors)] if made else tensors
+            given = [*shape.analysis.laid_out(tensors), *batch.metadata, count, *sizes_of_batch]
+            executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
+            self._records.show(executable)
+            report = self._records.report
+            report.reason, report.ran, report.way = None, "packed", "forest" if variant.native else "rows"
+            with torch._C._DisableAutocast():
+                graph = executable.rewritten.cut
+                results: Sequence[Any] = (
+                    executable.run(*given) if cut is None or graph is None else cut.call(executable.run, given, graph)
+                )
+        if not executable.rewritten.asks:
+            return results
+        *results, hidden = results
+        return results if bool(hidden) else None
+
+
+_ON_CPU = 2**26
+_PART = 8
+"""Logits take at most one part in so many of the free memory of a device."""
+
+
+def most_logits(setting: int | Literal["auto"], dtype: torch.dtype, device: torch.device) -> int:
+    """Return the number of logits (tokens times vocabulary) that are computed as a whole.
+
+    Args:
+        setting: The option ``max_logits``.
+        dtype: Of the logits.
+        device: Of the logits.
+    """
+    if setting != "auto":
+        return setting
+    return _free_bytes(device) // _PART // dtype.itemsize if device.type == "cuda" else _ON_CPU
+
+
+@functools.lru_cache(maxsize=16)
+def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of a device at the first step.
+
+    A later change of the answer would compile the other form.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from treefx.config import Config
 from treefx.reason_codes import code_of_cause
 from treefx.runtime.call_plan import shares_enough
-from treefx.runtime.kept.given import name_of_input
+from treefx.runtime.lazy import name_of_input
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.lost_sharing.graph_breaks import call_of_entry, find_break, find_ending, object_of_entry
 from treefx.runtime.lost_sharing.warned import is_warned, warn_once
 from treefx.runtime.reason import Cause, Reason
-from treefx.runtime.report import NO_IDS, GraphReport, find
+from treefx.runtime.records import NO_IDS, GraphReport, find
 from treefx.runtime.whole.towers import is_in_tower
 
 __all__ = ["EVERY_ROW", "SharingWatch", "warn_of_rows"]

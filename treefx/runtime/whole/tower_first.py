@@ -32,8 +32,8 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.tensor import TensorVariable
 
-from treefx.kernels.bounded import Bounded
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
+from treefx.kernels.memory import Bounded
 from treefx.passes.trace.heads import copy_graph
 from treefx.runtime.whole.distinct_images import has_hooks
 from treefx.torch_patches.compiling import keeping_no_casts

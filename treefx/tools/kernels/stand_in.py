@@ -15,10 +15,11 @@ from unittest.mock import patch
 import torch
 from torch._subclasses import fake_tensor
 
+from treefx.kernels import memory
 from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
-from treefx.kernels.tiles import hosted, tree_blocks
+from treefx.kernels.tiles import tree_blocks
 from treefx.kernels.tiles.tree_blocks import forget_blocks
 
 __all__ = ["HOPPER", "Device", "on_device", "standing_in"]
@@ -148,12 +149,12 @@ def on_device() -> Iterator[None]:
     """Let tensors on the CPU count as the device's, and moved tensors as its copies."""
     with (
         patch.object(tree_blocks, "is_on_device", lambda tensor: True),
-        patch.object(hosted, "_moved", lambda host, device: host.clone()),
+        patch.object(memory, "_moved", lambda host, device: host.clone()),
     ):
         try:
             yield
         finally:
-            hosted._sent.clear()
+            memory._sent.clear()
             forget_blocks()
 
 

@@ -31,13 +31,12 @@ from tests.kernels.gpu.interpreted_cases import (
 )
 from tests.kernels.gpu.stages import compile_to
 from tests.kernels.gpu.test_barriers import changed, find
-from treefx.kernels import reference
+from treefx.kernels import memory, reference
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.score import Score
-from treefx.kernels.tiles import hosted
 from treefx.tools.bench.attention import kernel as bench_kernel
 from treefx.tools.bench.attention.kernel import run
 from treefx.tools.kernels.barriers import races, unmet_releases, unmet_stores
@@ -148,7 +147,7 @@ def test_whole_numbers_of_more_bits_would_be_wrong(name: str, sent: bool, monkey
     depth, *others = case.wide.buffers
     case = replace(case, wide=replace(case.wide, buffers=[depth := depth.long(), *others]))
     if sent:
-        hosted.remember(depth.clone(), depth)
+        memory.remember(depth.clone(), depth)
     wanted = list(reference.forward(case.wide, FAR[name]))
     with pytest.raises((RuntimeError, AssertionError), match="must fit 32 bits"):
         by_hand(case, FAR[name], monkeypatch)
@@ -180,7 +179,7 @@ def test_later_numbers_of_more_bits_are_refused(
     depth[-1] = last
     case = replace(case, wide=replace(case.wide, buffers=[depth, *others]))
     if sent:
-        hosted.remember(depth.clone(), depth)
+        memory.remember(depth.clone(), depth)
     wanted = list(reference.forward(case.wide, LATER[name]))
     if last < 2**31:
         assert_equal(by_hand(case, LATER[name], monkeypatch), wanted, 1e-10)

@@ -17,9 +17,8 @@ from torch import Tensor
 from treefx.errors import InputError
 from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
-from treefx.kernels.cpu.tile_calls import attend_tile, differentiate_tile
+from treefx.kernels.cpu.rectangles import attend_tile, differentiate_tile, plain_tiles, take_keys
 from treefx.kernels.score import make_score
-from treefx.kernels.tiles.rectangles import plain_tiles, take_keys
 from treefx.kernels.tiles.structure import find_structure
 from treefx.output import make_table
 from treefx.tools.bench.attention.rivals import Scores, dense, rows_alone

@@ -28,7 +28,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu import flex
-from treefx.kernels.tiles.hosted import send
+from treefx.kernels.memory import send
 from treefx.output import make_table
 from treefx.tools.bench.attention.sample import Attend, Sample, causal, rounded
 from treefx.tools.bench.attention.settings import FLASH, FLEX_VARIANTS, SETTINGS, Setting

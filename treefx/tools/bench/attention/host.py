@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treefx.kernels import memory
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.score import Score, make_score
-from treefx.kernels.tiles import hosted
 from treefx.tools.kernels.stand_in import on_device, standing_in
 
 __all__ = ["KINDS", "Kind", "run"]
@@ -126,5 +126,5 @@ def _forest() -> Tensor:
         first = _TOKENS // 2 + branch * _TOKENS // 8
         host[first:] = first + _TOKENS // 8
     ends = host.clone()
-    hosted.remember(host, ends)
+    memory.remember(host, ends)
     return ends

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.kernels.tiles.hosted import send
+from treefx.kernels.memory import send
 from treefx.tools.bench.attention.cuda import device_ms
 from treefx.tools.bench.attention.trees import Tree
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import treefx
 from treefx.data import Batch
 from treefx.errors import InputError, TreefxError
-from treefx.runtime.report import find
+from treefx.runtime.records import find
 from treefx.tools.bench.job.processes import Failure, Note, each_apart
 from treefx.tools.bench.zoo.batches import zoo_batches
 from treefx.tools.bench.zoo.exact import Step, in_float64, sizes_of_sums, take_step

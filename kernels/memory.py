@@ -1,16 +1,23 @@
-"""Keep host copies of a forest's vectors, so that nothing waits for the device.
+"""Keep things across calls: host copies of small tensors, tensors for any mode, stores with a bound.
 
 A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy while it is alive, from
 which the lists of tiles are made and sent after it. For a forest that was not sent, they are made on the device, and
 the host waits for their lengths.
+
+Under ``torch.inference_mode`` every new tensor is one that autograd cannot save. Old log-probabilities come first, the
+training step on the same batch second: caches of the first for the second (tries, tiles, edges, compiled code) are made
+in :func:`lasting`. A :class:`Bounded` store holds answers that a process can find again.
 """
 
+from __future__ import annotations
+
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, wraps
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "ALIGNED",
+    "Bounded",
     "Known",
     "forget",
     "host_copies",
     "is_on_device",
     "is_small",
+    "lasting",
+    "lasting_property",
     "on_host",
     "reading",
     "remember",
@@ -53,7 +63,7 @@ class Known:
     version: int | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Known":
+    def of(cls, tensor: Tensor) -> Known:
         """Remember a tensor."""
         version = None if tensor.is_inference() else tensor._version
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -234,3 +244,50 @@ def together(operands: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) and (x.dim() or is_on_device(x)) and x.device != device else x
 
     return tree_map(moved, operands)
+
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Make ordinary tensors inside of inference mode too; grad mode stays unchanged."""
+    gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # the first alone would turn gradients on
+        yield
+
+
+def lasting_property(function: Callable[[Any], _T]) -> cached_property[_T]:
+    """Cache a property whose tensors may be read in any mode later."""
+
+    @wraps(function)
+    def compute(self: Any) -> _T:
+        with lasting():
+            return function(self)
+
+    return cached_property(compute)
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Bounded(dict[_K, _V]):
+    """Keeps the entries that were set last, at most ``limit`` of them.
+
+    Args:
+        limit: How many entries there may be.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        self.pop(key, None)  # it becomes the newest
+        super().__setitem__(key, value)
+        while len(self) > self.limit:
+            try:
+                del self[next(iter(self))]
+            except (KeyError, RuntimeError, StopIteration):  # another thread makes room at the same time
+                return

@@ -1,5 +1,7 @@
 """Rectangles of the tree mask: which queries meet which keys, under which additive mask."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,16 +10,20 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype
-from treefx.kernels.lasting import lasting
+from treefx.kernels.memory import lasting
 from treefx.kernels.tiles.structure import Column, Group, IntArray, Ranges, Structure, count_tokens, joined
 from treefx.kernels.tiles.tile_keys import to_tensor, tree_condition
 
 __all__ = [
     "MIN_ROWS",
     "SMALL_TILE",
-    "UNSPLIT_KEYS",
     "Tile",
+    "UNSPLIT_KEYS",
     "add_keys",
+    "attend_tile",
+    "differentiate_tile",
+    "flash",
+    "flash_backward",
     "mask_elements",
     "plain_tiles",
     "rows_per_tile",
@@ -156,3 +162,58 @@ def add_keys(total: Tensor, ranges: Ranges, part: Tensor) -> None:
 def _additive(seen: Tensor, inputs: Inputs) -> Tensor:
     zero = torch.zeros((), dtype=accumulation_dtype(inputs.q))
     return torch.where(seen, zero, -torch.inf)
+
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attend_tile(q: Tensor, keys: Tensor, values: Tensor, tile: Tile, factor: float) -> tuple[Tensor, Tensor]:
+    """Attend from a tile's queries to its keys.
+
+    Args:
+        q: the tile's queries ``[B, H, Q, D]``.
+        keys: ``[B, Hkv, K, D]``.
+        values: ``[B, Hkv, K, D]``.
+        tile: its mask.
+        factor: of q.k.
+
+    Returns:
+        Output ``[B, H, Q, D]`` and log-sum-exp ``[B, H, Q]``.
+    """
+    mask = _kernel_mask(tile, q, keys)
+    out, lse = flash(q, keys, values, 0.0, tile.causal, attn_mask=mask, scale=factor)
+    if tile.dead is not None:  # the kernel reports 0 there
+        lse = lse.masked_fill(tile.dead, -torch.inf)
+    return out, lse
+
+
+def differentiate_tile(
+    row_tensors: Sequence[Tensor], keys: Tensor, values: Tensor, tile: Tile, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a tile's share of the gradients of its queries, keys and values.
+
+    Args:
+        row_tensors: gradient of the output, queries, output and log-sum-exp (over all tiles) of the tile's queries.
+        keys: as in the forward.
+        values: as in the forward.
+        tile: its mask.
+        factor: of q.k.
+    """
+    grad_out, q, out, lse = row_tensors
+    if q.dtype != lse.dtype and q.shape[2] * keys.shape[2] < SMALL_TILE:
+        grad_out, q, keys, values, out = (x.to(lse.dtype) for x in (grad_out, q, keys, values, out))
+    mask = _kernel_mask(tile, q, keys)
+    result: tuple[Tensor, Tensor, Tensor] = flash_backward(
+        grad_out, q, keys, values, out, lse, 0.0, tile.causal, attn_mask=mask, scale=factor
+    )
+    return result
+
+
+def _kernel_mask(tile: Tile, q: Tensor, keys: Tensor) -> Tensor | None:
+    if tile.mask is None:
+        return None
+    mask = tile.mask
+    while mask.ndim < 4:
+        mask = mask[None]
+    return mask.expand(-1, -1, q.shape[2], keys.shape[2])
