@@ -1,5 +1,6 @@
 """Share inputs, dtypes and memory layouts between the operator's implementations."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ __all__ = [
     "Boundary",
     "Inputs",
     "accumulation_dtype",
+    "are_finite",
     "autograd_enabled",
     "empty_heads_inside",
     "empty_outputs",
@@ -22,6 +24,8 @@ __all__ = [
     "sink_gradient",
 ]
 
+_SUM_DTYPES = {torch.float16: torch.float32}
+"""Where the sum of finite numbers easily leaves the range of their type."""
 _SOFT_MASK = -1e30
 """A log-sum-exp below it: the row saw nothing but masking constants, so its gradients mean nothing."""
 
@@ -264,3 +268,15 @@ def autograd_enabled() -> Iterator[None]:
         torch.enable_grad(),
     ):
         yield
+
+
+def are_finite(*tensors: Tensor) -> bool:
+    """Return whether every number is finite; waits for a device.
+
+    A sum is the cheapest reduction that keeps NaN and infinity. One that overflows by itself reads as not finite, which
+    costs time and changes nothing.
+    """
+    for x in tensors:
+        if not math.isfinite(x.sum(dtype=_SUM_DTYPES.get(x.dtype)).item()):
+            return False
+    return True

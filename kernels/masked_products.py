@@ -5,28 +5,14 @@ branch into every other branch. The plain product is right if its result is fini
 their results, and use :func:`masked_product` where a number is not finite.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["are_finite", "masked_product", "masked_scores", "masked_sum"]
+from treefx.kernels.common import are_finite
 
-_SUM_DTYPES = {torch.float16: torch.float32}
-"""Where the sum of finite numbers easily leaves the range of their type."""
-
-
-def are_finite(*tensors: Tensor) -> bool:
-    """Return whether every number is finite; waits for a device.
-
-    A sum is the cheapest reduction that keeps NaN and infinity. One that overflows by itself reads as not finite, which
-    costs time and changes nothing.
-    """
-    for x in tensors:
-        if not math.isfinite(x.sum(dtype=_SUM_DTYPES.get(x.dtype)).item()):
-            return False
-    return True
+__all__ = ["masked_product", "masked_scores", "masked_sum"]
 
 
 def masked_product(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:

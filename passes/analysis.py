@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.errors import UnsupportedError
+from treefx.inputs.sizes import BatchSizes
+from treefx.inputs.token_count import TokenCount, common_multiple
+from treefx.inputs.values import InputValues
 from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
-from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Dims, Kind, ancestors, fact_of
@@ -34,8 +36,6 @@ from treefx.passes.runner import GraphChange
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.scores.blocks import Blocks
 from treefx.passes.scores.choices import Choice, choices
-from treefx.passes.trace.batch_sizes import BatchSizes, concrete
-from treefx.passes.trace.token_count import TokenCount, common_multiple
 from treefx.reason_codes import code_of_operator
 
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
@@ -81,8 +81,7 @@ class Expansion:
         return code_of_operator(self.op, self.reason)
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """Choose how one analysis is rewritten: calls with other choices run other graphs."""
 
     detached: frozenset[int] = frozenset()
@@ -243,20 +242,6 @@ class Analysis:
         ``segmented`` analyses hold for calls with such values.
         """
         return Segments() if self.constants is None else self.constants.segments
-
-    def values(self, args: Sequence[Any]) -> dict[Any, int]:
-        """Return the values of symbols in a call."""
-        return {} if self.batch is None else self.batch.values(args)
-
-    def laid_out(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The tensors of a call as compiled code takes them."""
-        return args if self.batch is None else self.batch.laid_out(args)
-
-    def extent(self, sizes: Mapping[Any, int]) -> tuple[int, int]:
-        """Rows and columns of a call with these values of symbols."""
-        assert self.tokens is not None
-        rows, columns = concrete((self.tokens.rows, self.tokens.columns), sizes)
-        return rows, columns
 
     def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
         """Return input positions that distinguish tokens, without some conditions on keys."""

@@ -29,6 +29,10 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from treefx.inputs.fakes import fake_inputs
+from treefx.inputs.sizes import BatchSizes, Pattern, Specialised, has_symbols
+from treefx.inputs.token_count import TokenCount, add_count_input
+from treefx.inputs.values import InputValues
 from treefx.kernels.score import walk
 from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
@@ -36,7 +40,6 @@ from treefx.passes.causal.convolutions import convolving
 from treefx.passes.causal.tree_mixers import LibraryTree, TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
 from treefx.passes.cuts.exchange_kv import cut_graph
-from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.images import find_images
@@ -55,13 +58,10 @@ from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.scores.segment_values import along_segments
-from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
-from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.flash import read_equal_once
-from treefx.passes.trace.pattern import Pattern, inline_sizes
+from treefx.passes.trace.pattern import inline_sizes
 from treefx.passes.trace.repeated_inputs import read_repeated_once
 from treefx.passes.trace.sink_factors import join_sink_factors
-from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.token_types import read_types_as_zeros
 from treefx.passes.trace.trace import trace_forward, trace_function
 

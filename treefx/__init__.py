@@ -19,13 +19,14 @@ gives credit on them; ``data`` loads batches; ``integrations`` are adapters for 
 ``tools`` measure and fuzz the library, which never imports them. Users import ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``, ``overlap``; ``documents`` checks JSON files, ``arguments`` checks
 numbers; ``extras`` names the extra of a missing library and the version; ``torch_patches`` replaces symbols of PyTorch;
-``reason_codes`` lists every reason for running on rows, ``refusal_codes`` every refusal.
+``inputs`` reads sizes and values of a call; ``reason_codes`` lists every reason for running on rows, ``refusal_codes``
+every refusal.
 
 Order of imports, each only of what stands before an arrow::
 
-    extras, reason_codes, views -> refusal_codes -> errors -> arguments, documents, kernels, torch_patches -> passes
-    -> config, forests, overlap -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale
-    -> data -> integrations -> __init__ -> output -> tools -> cli -> __main__
+    extras, reason_codes, views -> refusal_codes -> errors -> arguments, documents, kernels, torch_patches -> inputs
+    -> passes -> config, forests, overlap -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning
+    -> scale -> data -> integrations -> __init__ -> output -> tools -> cli -> __main__
 """
 
 from importlib import import_module

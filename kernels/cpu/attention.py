@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from treefx.kernels import reference
-from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
+from treefx.kernels.common import Inputs, accumulation_dtype, are_finite, sink_gradient
 from treefx.kernels.cpu import eager_tiles
 from treefx.kernels.cpu.bias_gradients import BiasGradients, bias_is_summable
 from treefx.kernels.cpu.rectangles import Tile, add_keys, attend_tile, differentiate_tile, plain_tiles, take_keys
 from treefx.kernels.cpu.scored_tiles import plan_scored_tiles
-from treefx.kernels.masked_products import are_finite
 from treefx.kernels.score import Expr, Linear, Score
 from treefx.kernels.tiles.structure import find_structure
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from treefx.kernels.common import Inputs, accumulation_dtype
+from treefx.kernels.common import Inputs, accumulation_dtype, are_finite
 from treefx.kernels.cpu import attention as cpu
 from treefx.kernels.cpu.rectangles import SMALL_TILE, Tile, plain_tiles
-from treefx.kernels.masked_products import are_finite
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.structure import find_structure
 

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
+from treefx.kernels.common import are_finite
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
-from treefx.kernels.masked_products import are_finite
 from treefx.kernels.recurrence.feature_chunk import FeatureChunk
 from treefx.kernels.recurrence.scan_chunk import Chunk, Gradients, split
 from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, Doors, find_chunk_plan, find_part_plan, plan_chunks

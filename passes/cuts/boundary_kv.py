@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from treefx.errors import UnsupportedError
+from treefx.inputs.token_count import TokenCount, add_count_input
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score, walk
 from treefx.passes.cuts.boundary_states import SCANS, extend_scan, find_scans, state_of
@@ -42,7 +43,6 @@ from treefx.passes.ranks import collectives as _collectives  # noqa: F401  (regi
 from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401  (registers as_read)
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 from treefx.passes.trace import token_modules as _token_modules  # noqa: F401  (registers the operator)
-from treefx.passes.trace.token_count import TokenCount, add_count_input
 
 __all__ = ["CutGraph", "Cutter", "GivenBack", "Ranks", "Run", "StandIn", "add_boundary", "check_operators"]
 

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
+from treefx.inputs.sizes import BatchSizes, concrete
+from treefx.inputs.values import GivenMask, InputValues
 from treefx.kernels.score import Expr, evaluate, walk
-from treefx.passes.inputs.given_masks import GivenMask
-from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.corners import is_corner
 from treefx.passes.labels.facts import Kind, ancestors, fact_of
 from treefx.passes.labels.purity import changed_inputs, impurity
 from treefx.passes.labels.segments import Segments
-from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 
 __all__ = ["MASKING", "Constants", "constants_of"]
 

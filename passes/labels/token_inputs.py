@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import SymInt, fx
 
-from treefx.passes.inputs.values import InputValues
+from treefx.inputs.values import InputValues
 from treefx.passes.labels.facts import Axis, Dims, Factor, ancestors, plain_dims, shape_of
 from treefx.passes.trace.trace import NAME
 

@@ -17,11 +17,11 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from treefx.passes.packing.kept_graphs import keeping_graphs
+from treefx.inputs.sizes import autograd_key
 from treefx.passes.regions.loadable import LoadableSizes, fill_freely
 from treefx.passes.regions.make_regions import copy_without_regions, subgraphs
 from treefx.passes.regions.own_results import own_results
-from treefx.passes.trace.fingerprint import autograd_key, recompute_tags, source_fingerprint
+from treefx.passes.trace.fingerprint import recompute_tags, source_fingerprint
 
 __all__ = ["KERNELS", "Compiled", "Inner", "calls_subgraphs", "compile_inner"]
 
@@ -113,14 +113,15 @@ def compile_inner(
             with torch._functorch.config.patch(donated_buffer=donated):
                 compiled = compile_fx(gm, list(inputs), _observed_inductor(observe, inputs, roles), patches)
             assert callable(compiled)
-            return keeping_graphs(compiled)
+            return compiled
         backend = aot_autograd(
             fw_compiler=_observed_boxed("forward", observe),
             bw_compiler=_observed_boxed("backward", observe),
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )
-        return keeping_graphs(backend(gm, list(inputs)))
+        run: Compiled = backend(gm, list(inputs))
+        return run
 
 
 def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:

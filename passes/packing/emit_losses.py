@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treefx.kernels.expand import entries, expand, pick
 from treefx.passes.labels.facts import Fact, fact_of, shape_of
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.packing.emitters import Packer, emits_full
 from treefx.passes.packing.layout import tokens_first
-from treefx.passes.packing.restore_gradients import entries, expand, pick
 from treefx.passes.packing.vocab_tail import find_tail, surprise
 from treefx.passes.trace.heads import head
 

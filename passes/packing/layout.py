@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treefx.kernels.expand import expand
 from treefx.passes.labels.facts import Axis, Dims, Factor
 from treefx.passes.labels.rows import factors_of, position_of, rows_in_order
-from treefx.passes.packing.restore_gradients import expand
 
 __all__ = [
     "Metadata",

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from treefx.inputs.values import GivenMask
 from treefx.kernels.score import Expr, walk
-from treefx.passes.inputs.given_masks import GivenMask
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Kind, fact_of, shape_of

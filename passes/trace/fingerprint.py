@@ -12,8 +12,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from treefx import errors, kernels
+from treefx.inputs.sizes import tensor_key
 
-__all__ = ["autograd_key", "fingerprint", "recompute_tags", "source_fingerprint", "tensor_key"]
+__all__ = ["fingerprint", "recompute_tags", "source_fingerprint"]
 
 _LARGEST_CONSTANT = 4096
 
@@ -35,20 +36,6 @@ def _target(gm: fx.GraphModule, node: fx.Node) -> Any:
     if node.op == "get_attr":
         return _constant(gm, node)
     return _value(node) if node.op == "placeholder" else node.target
-
-
-def tensor_key(x: Tensor) -> tuple[Any, ...]:
-    """Return properties of a tensor that compiled code depends on."""
-    return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, *autograd_key(x))
-
-
-def autograd_key(x: Tensor) -> tuple[bool, ...]:
-    """Return properties of an input that AOTAutograd depends on, besides type and sizes.
-
-    A change in place passes gradients to an input that is no leaf, and none to a leaf. The caches of inductor on disk
-    do not look at that.
-    """
-    return (x.requires_grad, x.is_leaf, x.is_conj(), x.is_neg())
 
 
 def _value(node: fx.Node) -> Any:

@@ -39,7 +39,8 @@ class _Use:
     raised: bool = False
 
 
-_CURRENT: ContextVar[_Use | None] = ContextVar("treefx_forest", default=None)
+IN_USE: ContextVar[_Use | None] = ContextVar("treefx_forest", default=None)
+"""The forest of this thread's innermost `use`; None outside of one."""
 _USED: WeakSet[Forest] = WeakSet()
 """Forests whose context ended without a run."""
 _RAN: WeakSet[Forest] = WeakSet()
@@ -73,12 +74,12 @@ def use(forest: Forest) -> Iterator[Forest]:
             f"treefx.use expected a Forest, got {type(forest).__name__}; build one with Forest.from_sequences"
         )
     current = _Use(forest)
-    token, columns = _CURRENT.set(current), COLUMNS_IN_USE.set(forest.num_tokens)
+    token, columns = IN_USE.set(current), COLUMNS_IN_USE.set(forest.num_tokens)
     try:
         yield forest
     finally:
         COLUMNS_IN_USE.reset(columns)
-        _CURRENT.reset(token)
+        IN_USE.reset(token)
     if not current.ran:  # not reached by an exception, which propagates unchanged
         _USED.add(forest)
         if not current.raised:  # else the caller has caught that, and has no logits
@@ -91,13 +92,13 @@ def current_forest() -> Forest | None:
     Returns:
         The forest that calls run on, or None.
     """
-    current = _CURRENT.get()
+    current = IN_USE.get()
     return None if current is None else current.forest
 
 
 def ran_on_forest() -> None:
     """Note that a compiled graph has run on the forest in use."""
-    current = _CURRENT.get()
+    current = IN_USE.get()
     assert current is not None
     current.ran = True
     _RAN.add(current.forest)
@@ -105,7 +106,7 @@ def ran_on_forest() -> None:
 
 def raised_on_forest() -> None:
     """Note that a compiled or converted model has raised; nothing happens outside of `use`."""
-    current = _CURRENT.get()
+    current = IN_USE.get()
     if current is not None:
         current.raised = True
 
@@ -118,7 +119,7 @@ def check_run(forest: Forest) -> None:
     Raises:
         UnsupportedError: The forest is in use, or was, and no compiled model has ever run on it.
     """
-    current = _CURRENT.get()
+    current = IN_USE.get()
     in_use = current is not None and current.forest is forest
     if (in_use or forest in _USED) and forest not in _RAN:
         raise UnsupportedError(_NOT_OF_A_RUN)

@@ -13,6 +13,8 @@ from torch._dynamo.exc import Unsupported
 
 from treefx.config import Config
 from treefx.errors import InputError, UnsupportedError
+from treefx.inputs.sizes import sizes_of_call
+from treefx.inspection.graph_diff import restorations
 from treefx.inspection.inner_graphs import trace_inner_graphs
 from treefx.inspection.inspector import statistics
 from treefx.inspection.node_times import time_nodes
@@ -23,7 +25,6 @@ from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import summarise
 from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis, Rewritten, Variant
-from treefx.passes.packing.restore_gradients import restorations
 from treefx.passes.pipeline import build_passes, rewrite
 from treefx.passes.runner import Pass
 from treefx.passes.trace.heads import tell_masks
@@ -161,7 +162,8 @@ class _Dry:
                 self.graphs |= trace_inner_graphs(self.rewritten)
         self._batch = batch  # the report reads it weakly
         if self.timed:
-            laid_out, sizes = shape.analysis.laid_out(tensors), shape.analysis.values(tensors).values()
+            values, laid_out = sizes_of_call(shape.analysis.batch, tensors)
+            sizes = values.values()
             packed = [*laid_out, *batch.metadata, batch.size, *sizes]
             self.seconds["captured"] = time_nodes(shape.analysis.gm, laid_out)
             self.seconds["rewritten"] = time_nodes(self.rewritten.gm, packed)

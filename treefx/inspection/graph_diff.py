@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-__all__ = ["OperatorChange", "count_operators", "diff_operators", "operator_name", "order_changes"]
+__all__ = ["OperatorChange", "count_operators", "diff_operators", "operator_name", "order_changes", "restorations"]
 
 
 _MOVES = {
@@ -65,3 +65,9 @@ def order_changes(old: Counter[str], new: Counter[str]) -> list[OperatorChange]:
     changes = [OperatorChange(name, old[name], new[name]) for name in old.keys() | new.keys()]
     changed = [change for change in changes if change.difference]
     return sorted(changed, key=lambda change: (change.name in _MOVES, -abs(change.difference), change.name))
+
+
+def restorations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The restoration nodes of a backward graph, for the inspector."""
+    targets = (torch.ops.treefx.restore.default, torch.ops.treefx.restore_pick.default)
+    return [node for node in gm.graph.nodes if node.target in targets]

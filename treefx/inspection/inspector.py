@@ -15,7 +15,7 @@ from treefx.errors import InputError
 from treefx.extras import installed_version
 from treefx.inspection.compiled_modules import is_compiled, modules_of
 from treefx.inspection.given_up import given_up
-from treefx.inspection.graph_diff import OperatorChange, diff_operators
+from treefx.inspection.graph_diff import OperatorChange, diff_operators, restorations
 from treefx.inspection.inner_graphs import trace_inner_graphs
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.report import Report, make_section
@@ -23,7 +23,6 @@ from treefx.inspection.reported import material_of
 from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import mark_restorations, shown_expansions, summarise
 from treefx.passes.analysis import Rewritten
-from treefx.passes.packing.restore_gradients import restorations
 from treefx.reason_codes import code_of_cause
 from treefx.runtime.observed.observer import observers
 from treefx.runtime.reason import Cause

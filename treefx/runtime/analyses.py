@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treefx.config import Config
 from treefx.errors import TreefxError, UnsupportedError
-from treefx.forests.context import current_forest
+from treefx.forests.context import IN_USE
+from treefx.inputs.sizes import Pattern, Specialised, pattern_of
+from treefx.inputs.values import InputValues, input_values
 from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis, Expansion, Rewritten
-from treefx.passes.inputs.values import InputValues, input_values
 from treefx.passes.labels.label_tokens import MEETS_ROWS
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
-from treefx.passes.trace.batch_sizes import Specialised
 from treefx.passes.trace.flash import has_flash
-from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
+from treefx.passes.trace.pattern import is_number_input, sized_inputs
 from treefx.reason_codes import code_of_cause, with_code
 from treefx.runtime.origins import origin_of
 from treefx.runtime.output_keys import note_of_outputs
@@ -96,6 +96,8 @@ class Analyses:
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
         self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
+        self.sized = sized_inputs(gm)
+        """What the graph says of the sizes of its inputs."""
         self._has_flash, self._vectors = has_flash(gm), _inputs_of_vectors(gm, roles)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
@@ -141,18 +143,18 @@ class Analyses:
         return shape
 
     def _values(self, args: Sequence[Any], tensors: Sequence[Tensor]) -> InputValues:
-        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash)
+        values = input_values(tensors, self._tensor_roles(args), masks=IN_USE.get() is None, flash=self._has_flash)
         origins = self._origins(args)
         if not origins:
             return values
         places = [i for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
         known = {places.index(i): per_token for i, per_token in origins.items()}
         tokens = frozenset(i for i, per_token in known.items() if per_token)
-        return replace(values, tokens=tokens, vectors=frozenset(known) - tokens)
+        return values._replace(tokens=tokens, vectors=frozenset(known) - tokens)
 
     def _origins(self, args: Sequence[Any]) -> dict[int, bool]:
         """Return inputs of a call on rows made by another graph: tokens, or vectors of a tower."""
-        if not self._vectors or current_forest() is not None:
+        if not self._vectors or IN_USE.get() is not None:
             return {}
         found = {i: origin_of(args[i]) for i in self._vectors}
         return {i: origin.per_token for i, origin in found.items() if origin is not None}
@@ -167,7 +169,7 @@ class Analyses:
             with compiling, lasting():
                 shape = self._shapes.find(key, tensors)
                 if shape is None:
-                    find, on_forest = functools.partial(self._analyse, args, values), current_forest() is not None
+                    find, on_forest = functools.partial(self._analyse, args, values), IN_USE.get() is not None
                     shape = self._shapes.add(key, tensors, find, always=on_forest)
         if isinstance(shape, Refusal) and shape.reason.cause is Cause.MANY_SHAPES:
             self._warn_of_shapes()
@@ -189,7 +191,7 @@ class Analyses:
         self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, sizes: Sequence[int] = ()
     ) -> Shape | None:
         """Return the shape for any number of rows and columns; None if sizes must be known."""
-        pattern = pattern_of(self._gm, self._roles, self.filled(args)) if current_forest() is None else None
+        pattern = pattern_of(self.sized, self._roles, self.filled(args)) if IN_USE.get() is None else None
         if pattern is None:
             return None
         key = (values, pattern)
@@ -276,7 +278,7 @@ class Analyses:
 
         Masks must separate segments, and every attention must stay inside one.
         """
-        if not rows.segments.speak or current_forest() is not None:
+        if not rows.segments.speak or IN_USE.get() is not None:
             return None
         found = self.attempt(args, values, batch, segmented=True)
         if isinstance(found, Refusal) or not found.segments.hold:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from treefx.forests.forest import Forest
 from treefx.forests.trie import Codes, Prefixes, build_trie, combine_keys, number_prefixes
+from treefx.inputs.token_count import PackedSize
 from treefx.kernels.memory import lasting, on_host, send
 from treefx.kernels.score import Expr
-from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.blocks import number_blocks
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason

@@ -11,13 +11,13 @@ from torch import Tensor, fx
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
-from treefx.forests.context import current_forest, raised_on_forest
+from treefx.forests.context import IN_USE, raised_on_forest
 from treefx.forests.forest import Forest
+from treefx.inputs.token_count import PackedSize
 from treefx.kernels.memory import reading
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
-from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.announce import announce
 from treefx.runtime.dynamo import reads_cache, why_cut
@@ -105,7 +105,7 @@ class CompiledGraph:
         if self._changes is not None:
             self._changes(given)
         given = given if self._towers is None else [*given, *self._towers(given)]
-        args = as_tensors(given, self._numbers)
+        args = as_tensors(given, self._numbers) if self._numbers else given
         self._records.begin([x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter"])
         args = args if self._own is None else self._own.inputs(args)
         # Inputs are read on the host: each is copied once in a call, all with one wait.
@@ -115,7 +115,8 @@ class CompiledGraph:
             return self._run_on(args)
 
     def _run_on(self, args: Sequence[Any]) -> Any:
-        forest = current_forest()
+        use = IN_USE.get()
+        forest = None if use is None else use.forest
         cut = why_cut(self.gm) if forest is not None and "parameter" in self.roles else None
         if cut is not None:
             raise UnsupportedError(f"{_WHOLE}Dynamo cut it: {cut}; {_WHERE}")
@@ -127,7 +128,8 @@ class CompiledGraph:
             return self._run_ordinary(args, shape if shape.text else None, forest)
         if forest is None:
             results = self._rows.run(shape, args)
-            self._watch.look(self._records.report, args)
+            if not self._records.report.is_settled:
+                self._watch.look(self._records.report, args)
             return results
         if by_column is None:
             inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]

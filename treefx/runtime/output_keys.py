@@ -42,7 +42,9 @@ def note_of_outputs(analysis: Analysis) -> Callable[[Sequence[Any], Sequence[Any
     padding, joined = Padding(analysis), _joined_vectors(analysis.gm, tokens)
 
     def note(tensors: Sequence[Any], results: Sequence[Any]) -> None:
-        keys = padding.identity(Grid(analysis, analysis.known.with_parts(tensors)), frozenset())
+        keys = padding.identity(
+            Grid(analysis, analysis.known.with_parts(tensors), resolved=padding.resolved), frozenset()
+        )
         for i in outputs:
             note_tokens(results[i], keys)
         for i, positions in joined.items():

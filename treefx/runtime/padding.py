@@ -11,23 +11,23 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import filterfalse
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
+from treefx.inputs.sizes import concrete
 from treefx.kernels.memory import host_copies, is_on_device, is_small, on_host, remember, together
 from treefx.kernels.score import Expr, evaluate, walk
 from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
-from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
+from treefx.passes.labels.facts import Axis, Dims, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.scores.conditions import compares_one_value, is_learned, is_met_by_itself
-from treefx.passes.trace.batch_sizes import concrete
 from treefx.runtime.origins import OTHER_ORIGIN, is_noted, origin_of
 from treefx.runtime.places import number_places
 from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
@@ -45,6 +45,9 @@ class Padding:
         self._analysis = analysis
         self._mixes = mixes(analysis.gm)
         self._own_positions: dict[frozenset[Expr], list[fx.Node] | None] = {}
+        self._identities: dict[frozenset[Expr], list[fx.Node]] = {}
+        self.resolved: dict[Expr, _Resolved] = {}
+        """Conditions, as grids evaluate them."""
         asking = [item for item in analysis.attentions if not item.zero_if_blind]
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
         self._blinding = [
@@ -149,8 +152,11 @@ class Padding:
 
     def identity(self, grid: Grid, redundant: frozenset[Expr]) -> list[Tensor]:
         """The values [B, T] that tell tokens apart where some conditions on keys are left out."""
-        inputs = self._analysis.gm.graph.find_nodes(op="placeholder")
-        of_tokens = [x for i in self._analysis.identity_without(redundant) for x in grid.numbers(inputs[i])]
+        inputs = self._identities.get(redundant)
+        if inputs is None:
+            every = self._analysis.gm.graph.find_nodes(op="placeholder")
+            inputs = self._identities[redundant] = [every[i] for i in self._analysis.identity_without(redundant)]
+        of_tokens = [x for node in inputs for x in grid.numbers(node)]
         placed = [number_places(law, images, grid.value, grid.sizes) for law, images in self._analysis.placed]
         return of_tokens + placed + self.numbers_of_rows(grid)
 
@@ -215,6 +221,48 @@ class Padding:
         return True
 
 
+class _Read(NamedTuple):
+    """A value that a condition reads.
+
+    ``form`` is its index: "whole" has the condition's own, "row" the query's row, "grid" [B, T] and "token" a position.
+    """
+
+    node: fx.Node
+    form: Literal["whole", "row", "grid", "token"]
+    dims: Dims | None
+    indices: int
+
+
+_Resolved: TypeAlias = tuple[Expr, Sequence[_Read]]
+"""An expression of flat positions with loads of the number of columns (buffer 0) and of the values read (1, 2, ...)."""
+
+
+def _resolve(expr: Expr) -> _Resolved:
+    reads: list[_Read] = []
+
+    def resolve(item: Expr) -> Expr:
+        if item[0] in ("cq", "ck"):
+            return ("mod", ("q" if item[0] == "cq" else "k",), ("load", 0))
+        if item[0] != "load":
+            return (item[0], *[resolve(part) if isinstance(part, tuple) else part for part in item[1:]])
+        node, *indices = item[1:]
+        fact = fact_of(node)
+        if fact.kind is Kind.ROW:
+            reads.append(_Read(node, "row", None, len(indices)))
+            return ("load", len(reads), ("q",))
+        if fact.kind is Kind.INVARIANT:
+            reads.append(_Read(node, "whole", None, len(indices)))
+            return ("load", len(reads), *[resolve(index) for index in indices])
+        assert fact.dims is not None
+        axes = [[factor.axis for factor in dim] for dim in fact.dims]
+        form: Literal["grid", "token"] = "grid" if axes == [[Axis.ROW], [Axis.TOKEN]] else "token"
+        reads.append(_Read(node, form, fact.dims, len(indices)))
+        place, number = ("q",) if indices[0] == ("cq",) else ("k",), len(reads)
+        return ("load", number, place, *[resolve(index) for index in indices[1:]])
+
+    return resolve(expr), reads
+
+
 class Grid:
     """Evaluate conditions and functions of inputs on the inputs of one call, each once.
 
@@ -225,11 +273,23 @@ class Grid:
         args: The tensors of the call, with the parts of masks.
         on_host: Compute all of it on the host, from copies of small tensors; a function of large ones is computed where
             these are, and copied if a condition reads it.
+        resolved: Conditions resolved in earlier calls; None for this call alone.
     """
 
-    def __init__(self, analysis: Analysis, args: Sequence[Any], *, on_host: bool = False) -> None:
-        self._gm, self._tokens, self.sizes = analysis.gm, analysis.tokens, analysis.values(args)
-        self.rows, self.columns = analysis.extent(self.sizes)
+    def __init__(
+        self,
+        analysis: Analysis,
+        args: Sequence[Any],
+        *,
+        on_host: bool = False,
+        resolved: dict[Expr, _Resolved] | None = None,
+    ) -> None:
+        self._resolved = {} if resolved is None else resolved
+        batch, tokens = analysis.batch, analysis.tokens
+        assert tokens is not None
+        self._gm, self._tokens, self.sizes = analysis.gm, tokens, {} if batch is None else batch.values(args)
+        self.rows: int = concrete(tokens.rows, self.sizes)
+        self.columns: int = concrete(tokens.columns, self.sizes)
         first, *_ = [x for x in args if isinstance(x, Tensor)]
         self._on_host, self.placed_on = on_host and is_on_device(first), first.device
         self.device = torch.device("cpu") if self._on_host else self.placed_on
@@ -272,11 +332,9 @@ class Grid:
 
     def at_positions(self, node: fx.Node) -> Tensor:
         """A labelled value as [B * T, ...], one dimension per plain dimension."""
-        return self._at_positions(node, fact_of(node))
-
-    def _at_positions(self, node: fx.Node, fact: Fact) -> Tensor:
-        assert fact.dims is not None
-        return _positions_first(self.value(node), fact.dims, self.sizes)
+        dims = fact_of(node).dims
+        assert dims is not None
+        return _positions_first(self.value(node), dims, self.sizes)
 
     def numbers(self, node: fx.Node) -> Sequence[Tensor]:
         """Return numbers [B, T] that are equal where an input's tokens are, by their bits or by their origin."""
@@ -310,22 +368,17 @@ class Grid:
 
     def at_tokens(self, expr: Expr) -> Tensor:
         """An expression of the key's token at each position, [B, T]."""
-        buffers: list[Tensor] = []
         flat = torch.arange(self.rows * self.columns, device=self.device)
-        zero, resolved = torch.zeros_like(flat), self._resolve(expr, buffers)
-        value = evaluate(resolved, dot=zero, q=flat, k=flat, head=zero, batch=zero, buffers=self._read(buffers))
+        zero, (resolved, buffers) = torch.zeros_like(flat), self._resolve(expr)
+        value = evaluate(resolved, dot=zero, q=flat, k=flat, head=zero, batch=zero, buffers=buffers)
         return value.expand(len(flat)).reshape(self.rows, self.columns)
 
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
         """Whether ``x[query] == x[key]`` at all kept positions of each row."""
-        (value,) = self._read([self.value(condition[1][1])])
-        value = value.expand(kept.shape)
+        found: Tensor = self.value(condition[1][1])
+        value = (on_host(found) if self._on_host else found).expand(kept.shape)
         first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
         return bool(((value == first) | ~kept).all())
-
-    def _read(self, values: list[Tensor]) -> list[Tensor]:
-        """Values next to others."""
-        return [on_host(x) for x in values] if self._on_host else values
 
     def past(self, queries: Tensor, starts: Tensor | None = None) -> Tensor:
         """Return bool [queries, T]: whether each column is not after the query's.
@@ -348,38 +401,33 @@ class Grid:
 
         Q = 1 where ``queries`` is a vector.
         """
-        buffers: list[Tensor] = []
-        resolved = self._resolve(condition, buffers)
+        resolved, buffers = self._resolve(condition)
         count = heads if heads > 1 and _asks_of_heads(condition) else 1
         head = torch.arange(count, device=self.device).reshape(-1, 1, 1)
         zero = torch.zeros((), device=self.device)
-        buffers = self._read(buffers) if self._on_host else buffers
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head[:1], buffers=buffers)
         pairs = (1, *keys.shape) if queries.dim() == 1 else (queries.shape[0], keys.shape[-1])
         return value.to(torch.bool).expand(count, *pairs)
 
-    def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr:
-        if expr[0] in ("cq", "ck"):
-            return ("mod", ("q" if expr[0] == "cq" else "k",), ("const", self.columns))
-        if expr[0] != "load":
-            return (
-                expr[0],
-                *[self._resolve(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]],
-            )
-        node, *indices = expr[1:]
-        fact = fact_of(node)
-        if fact.kind is Kind.INVARIANT:
-            buffers.append(self.value(node))
-            return ("load", len(buffers) - 1, *[self._resolve(item, buffers) for item in indices])
-        if fact.kind is Kind.ROW:
-            numbers = self.value(node)
-            numbers = numbers if len(indices) == 2 else numbers.reshape(-1, 1).expand(self.rows, self.columns)
-            buffers.append(numbers.reshape(-1))
-            return ("load", len(buffers) - 1, ("q",))
-        buffers.append(self._at_positions(node, fact))
-        token, *rest = indices
-        place = ("q",) if token == ("cq",) else ("k",)
-        return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])
+    def _resolve(self, expr: Expr) -> tuple[Expr, list[Tensor]]:
+        """Return an expression of flat positions, and what its loads read."""
+        found = self._resolved.get(expr)
+        if found is None:
+            found = self._resolved[expr] = _resolve(expr)
+        resolved, reads = found
+        buffers = [torch.tensor(self.columns, device=self.device)]
+        for read in reads:
+            value = self.value(read.node)
+            if read.form == "grid":
+                value = value.reshape(-1)
+            elif read.form == "token":
+                assert read.dims is not None
+                value = _positions_first(value, read.dims, self.sizes)
+            elif read.form == "row":
+                value = value if read.indices == 2 else value.reshape(-1, 1).expand(self.rows, self.columns)
+                value = value.reshape(-1)
+            buffers.append(on_host(value) if self._on_host else value)
+        return resolved, buffers
 
 
 def _asks_of_heads(condition: Expr) -> bool:

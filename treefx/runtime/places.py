@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
+from treefx.inputs.sizes import concrete
 from treefx.kernels.memory import is_on_device, on_host, together
 from treefx.passes.labels.facts import Axis, Dims, Factor, shape_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.laws.placed import Placed
-from treefx.passes.trace.batch_sizes import concrete
 from treefx.runtime.origins import OTHER_ORIGIN, numbers_of_vectors
 from treefx.runtime.token_bits import OF_TOKENS, number_tokens
 

@@ -287,6 +287,10 @@ class GraphReport:
     """Calls that ran on rows for a reason."""
     warned: bool = False
     """Whether the user was warned of that."""
+    noted: weakref.ref[Analysis] | None = None
+    """The analysis that these figures are of."""
+    is_settled: bool = False
+    """Whether the last call ran packed, and no later one of its analysis can lose sharing that a warning would name."""
     compiles: int = 0
     shapes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -328,7 +332,9 @@ class GraphReport:
 
     def note_analysis(self, analysis: Analysis) -> None:
         """Note the proofs of an analysis of the graph about to run."""
-        self.has_tokens = True
+        if self.noted is not None and self.noted() is analysis:
+            return
+        self.noted, self.is_settled, self.has_tokens = weakref.ref(analysis), False, True
         self.attention_layers = len(analysis.attentions) + analysis.attentions_on_rows
         self.attention_rewritten, self.recurrences_rewritten = len(analysis.attentions), analysis.recurrences
         self.products_on_rows = analysis.products_on_rows
@@ -339,7 +345,7 @@ class GraphReport:
 
         The report of the converted model has the figures.
         """
-        self.ran, self.way, self.reason, self.has_tokens = "packed", "converted", None, False
+        self.ran, self.way, self.reason, self.has_tokens, self.noted = "packed", "converted", None, False, None
         self.attention_layers = self.attention_rewritten = self.recurrences_rewritten = self.products_on_rows = 0
         self.expansions = []
 
@@ -348,7 +354,7 @@ class GraphReport:
 
         Figures of the tokens stay only in the second case, where the call counted them before.
         """
-        self.reason, self.ran, self.way, self.feeds_others = reason, "ordinary", "rows", False
+        self.reason, self.ran, self.way, self.feeds_others, self.is_settled = reason, "ordinary", "rows", False, False
         if reason is not None or not self.has_tokens:
             self.raw_tokens, self.tokens, self.distinct_tokens = 0, 0, None
 

@@ -19,16 +19,17 @@ from torch import Tensor, fx
 from torch.utils import checkpoint
 
 from treefx.errors import TreefxError, UnsupportedError
+from treefx.inputs.sizes import BatchSizes, tensor_key
 from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Analysis, Rewritten, Variant
 from treefx.passes.pipeline import compile_variant, rewrite
 from treefx.passes.runner import Pass
-from treefx.passes.trace.batch_sizes import BatchSizes
-from treefx.passes.trace.fingerprint import fingerprint, tensor_key
+from treefx.passes.trace.fingerprint import fingerprint
 from treefx.runtime.padding import Grid, Padding
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.segments import find_starts
 from treefx.torch_patches.compiling import compiling
+from treefx.torch_patches.kept_graphs import keep_graphs
 
 __all__ = [
     "COMPARED_BYTES",
@@ -247,7 +248,6 @@ class Executable:
     Attributes:
         rewritten: The rewritten graph.
         graphs: Its stages for the inspector: "rewritten", and "forward" and "backward" as the inner compiler got them.
-        run: The compiled function of tensors, metadata of the batch and number of tokens.
         seconds: Seconds of each pass that rewrote or compiled it.
     """
 
@@ -255,12 +255,19 @@ class Executable:
         before = dict(analysis.seconds)
         self.rewritten: Rewritten = rewrite(analysis, variant, args, passes)
         self.graphs: dict[str, fx.GraphModule] = {"rewritten": self.rewritten.gm}
-        self.run = compile_variant(analysis, self.rewritten, self.graphs.__setitem__, passes)
+        self._compiled = compile_variant(analysis, self.rewritten, self.graphs.__setitem__, passes)
+        self._keeps_graphs = False
         self.seconds = {
             name: seconds - before.get(name, 0.0)
             for name, seconds in analysis.seconds.items()
             if seconds != before.get(name)
         }
+
+    def run(self, *args: Any) -> Sequence[Any]:
+        """Run on tensors, the metadata of the batch, the number of tokens and sizes of the batch."""
+        results: Sequence[Any] = self._compiled(*args)
+        self._keeps_graphs = self._keeps_graphs or keep_graphs(results)
+        return results
 
 
 class Shape:
@@ -298,7 +305,7 @@ class Shape:
 
     def grid(self, args: Sequence[Tensor], *, on_host: bool = False) -> Grid:
         """The tensors of a call, with the parts of masks, as ``padding`` is asked of them."""
-        return Grid(self.analysis, args, on_host=on_host)
+        return Grid(self.analysis, args, on_host=on_host, resolved=self.padding.resolved)
 
     @property
     def rewrites(self) -> list[Rewritten]:
@@ -318,7 +325,8 @@ class Shape:
         ``compiled`` is called with a new one.
         """
         known = self._executables.setdefault((variant, *process_state()), [])
-        values = self.analysis.values(args)
+        batch = self.analysis.batch
+        values = {} if batch is None else batch.values(args)
         found = _admitting(known, sizes, values)
         if found is None:
             with compiling, lasting():

@@ -5,5 +5,6 @@ versions in which it is replaced, why, and the test that fails without it; ``tre
 
 Order of imports, each only of what stands before an arrow::
 
-    columns, compiling, patch -> backports -> dynamo, libraries, substitution, symbols -> batch_symbols -> table
+    columns, compiling, kept_graphs, patch -> backports -> dynamo, libraries, substitution, symbols -> batch_symbols
+    -> table
 """

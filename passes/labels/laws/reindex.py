@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treefx.inputs.sizes import concrete
 from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
 from treefx.passes.labels.laws.base import Call
-from treefx.passes.trace.batch_sizes import concrete
 
 __all__ = ["Reindexed", "find_reindexed", "reindexed_entries", "token_index"]
 

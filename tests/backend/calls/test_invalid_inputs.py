@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from tests.backend.masked import VOCAB, batch_of, causal
 from tests.backend.support import compile_with, in_case
 from tests.oracle import FLOAT64, assert_close, outcome, stats_of
+from treefx.kernels.expand import entries
 from treefx.passes.packing import emit_losses
-from treefx.passes.packing.restore_gradients import entries
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.runtime.padding import Padding
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.backend.support import fresh_cache
+from treefx.inputs.fakes import strided_fake
 from treefx.passes.packing import compile_inner
-from treefx.passes.trace.fakes import strided_fake
 from treefx.runtime.ways import free_sizes
 
 Step = Callable[[Any], list[Tensor | None]]

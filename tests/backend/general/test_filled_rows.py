@@ -30,9 +30,9 @@ from tests.oracle import (
 from tests.planning.cuts import every_node
 from tests.planning.parts import run as run_plan
 from tests.spellings import SPELLINGS
+from treefx.inputs import token_count
+from treefx.inputs.token_count import PackedSize, TokenCount
 from treefx.kernels.tiles.tree_blocks import _mean_length
-from treefx.passes.trace import token_count
-from treefx.passes.trace.token_count import PackedSize, TokenCount
 from treefx.runtime import call_plan as batches
 from treefx.runtime.call_plan import build_batch
 from treefx.runtime.ways import rows

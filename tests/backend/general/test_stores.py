@@ -24,7 +24,7 @@ from tests.backend.native import TakesCacheFlag, native_loss
 from tests.models import TinyLM
 from tests.planning.cuts import every_node
 from tests.spellings import SPELLINGS
-from treefx.passes.trace import token_count
+from treefx.inputs import token_count
 from treefx.runtime import call_plan
 
 STEPS, WARM_UP = 300, 150

@@ -17,8 +17,8 @@ from tests.batches import shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, stats_of
 from tests.spellings import PADDED
-from treefx.passes.packing import kept_graphs
 from treefx.runtime.ways.ordinary import Ordinary
+from treefx.torch_patches import kept_graphs
 
 BATCH = shared_batch(rows=4, length=14, shared=6, vocab=61)
 

@@ -17,8 +17,8 @@ from tests.mixers import CumulativeSum
 from tests.models import double, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
 from tests.spellings import PADDED, SPELLINGS
+from treefx.inputs.sizes import BatchSizes
 from treefx.passes.labels import constants
-from treefx.passes.trace.batch_sizes import BatchSizes
 
 SHAPES = [(3, 7), (5, 23), (4, 50), (6, 12), (2, 9)]
 STACK = "tril_buffer additive_triu einsum_heads_first baddbmm chunked relative_bias alibi sink_behind".split()

@@ -14,7 +14,7 @@ from tests.mixers import Sorted
 from tests.models import double
 from tests.oracle import FLOAT64, assert_close, outcome, stats_of
 from tests.spellings import SPELLINGS
-from treefx.passes.trace import pattern
+from treefx.inputs import sizes
 from treefx.runtime import compiled_graph
 
 SHAPES = [(3, 17), (5, 23), (4, 50), (3, 17), (3, 17)]
@@ -111,7 +111,7 @@ def test_labels_of_the_kept_columns_compile_nothing() -> None:
 
 
 def test_labels_whose_number_has_no_name_would_compile_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pattern, "_numbers_of_caller", lambda known, args: {})
+    monkeypatch.setattr(sizes, "_numbers_of_caller", lambda known, args: {})
     assert labelled_steps(KEPT[:2]) == 2
 
 

@@ -16,7 +16,7 @@ from tests.backend.calls.test_packed_rows import one_layer
 from tests.backend.calls.test_packed_traps import given_mask
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
-from treefx.passes.trace import batch_sizes
+from treefx.inputs import sizes
 
 
 def exact_step(compiled: Any, model: nn.Module, packed: Packed, step: Any = loss_inside) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_rows_longer_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     What the first analysis says of rows that are not packed holds for lengths of its table alone, too.
     """
-    monkeypatch.setattr(batch_sizes, "_TABLE", 32)
+    monkeypatch.setattr(sizes, "_TABLE", 32)
     model = one_layer("mistral")
     compiled = torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0}, dynamic=True)
     for seed, length in enumerate([30, 50, 60, 45]):
@@ -90,8 +90,8 @@ def test_rows_longer_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_any_number() -> None:
     model = one_layer("mistral")
     compiled = compile_with(model, inner="eager")
-    for seed, sizes in enumerate([(3, 4), (4, 5, 3), (2, 6), (5, 5, 5, 2)]):
-        packed = pack(*[drawn(10 * seed + row, size) for row, size in enumerate(sizes)], counted=seed % 2 == 0)
+    for seed, lengths in enumerate([(3, 4), (4, 5, 3), (2, 6), (5, 5, 5, 2)]):
+        packed = pack(*[drawn(10 * seed + row, size) for row, size in enumerate(lengths)], counted=seed % 2 == 0)
         stats = exact_step(compiled, model, packed)
         assert stats["tokens"] == trie_size(packed) and stats["compiles"] <= 2
 

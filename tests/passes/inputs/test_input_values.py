@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from treefx.passes.inputs.values import InputValues, input_values
+from treefx.inputs.values import InputValues, input_values
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from tests.batches import distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import compare, compile_with, stats_of
 from tests.spellings import SPELLINGS
+from treefx.kernels import expand
 from treefx.kernels.head_loss import eager
-from treefx.passes.packing import restore_gradients, vocab_tail
+from treefx.passes.packing import vocab_tail
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.runtime.ways import rows
 
@@ -61,7 +62,7 @@ def test_no_device_is_waited_for() -> None:
     given = (loss, hidden, weight, None, slot, token, loss, lse, 1.3, 0.7, 5)
     grads = vocab_tail.restore_surprise._init_fn(*given, [True, True, False])
     assert [grad.shape for grad in grads[:2]] == [hidden.shape, weight.shape]
-    assert restore_gradients.expand._init_fn(hidden, slot).shape == (9, 4)
+    assert expand.expand._init_fn(hidden, slot).shape == (9, 4)
     with pytest.raises((RuntimeError, NotImplementedError)):  # the mistake: the form of the CPU
         list(eager._picked_chunks([slice(0, 21)], slot, token))
 

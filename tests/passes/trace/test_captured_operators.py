@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from treefx.kernels import expand
 from treefx.kernels import ops as _attention  # noqa: F401  (registers operators)
 from treefx.kernels import own_products as own
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.head_loss import eager
 from treefx.kernels.recurrence import part_scan as _scans  # noqa: F401
 from treefx.passes.cuts import exchange as _exchange  # noqa: F401
-from treefx.passes.packing import restore_gradients, vocab_tail
+from treefx.passes.packing import vocab_tail
 from treefx.passes.ranks import collectives
 from treefx.passes.trace import changed_inputs, flash, heads, opaque_ops
 from treefx.passes.trace import library_part as _library_part  # noqa: F401
@@ -53,15 +54,15 @@ HEADS = (floats(1, 2, N, H), floats(1, 1, N, H), floats(1, 1, N, H))
 UNTAGGED: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     "as_read": (changed_inputs.as_read, [(HIDDEN,)]),
     "attention": (opaque_ops.attention, [(*HEADS, None, 0.0, True, None, True)]),
-    "entries": (restore_gradients.entries, [(numbers(R), V, -100), (numbers(R), V, None)]),
-    "expand": (restore_gradients.expand, [(HIDDEN, numbers(2, 4)), (floats(0, H), numbers(2, 4))]),
+    "entries": (expand.entries, [(numbers(R), V, -100), (numbers(R), V, None)]),
+    "expand": (expand.expand, [(HIDDEN, numbers(2, 4)), (floats(0, H), numbers(2, 4))]),
     "own_products": (own.own_products, [(floats(N, 2, H), floats(N, H), numbers(N, R))]),
     "own_products_backward": (
         own.own_products_backward, [(floats(N, 2, R), floats(N, 2, H), floats(N, H), numbers(N, R))],
     ),
-    "pick": (restore_gradients.pick, [(floats(N, V), numbers(R), numbers(R))]),
-    "restore": (restore_gradients.restore, [(floats(2, 4, H), numbers(2, 4), HIDDEN)]),
-    "restore_pick": (restore_gradients.restore_pick, [(floats(R), numbers(R), numbers(R), floats(N, V))]),
+    "pick": (expand.pick, [(floats(N, V), numbers(R), numbers(R))]),
+    "restore": (expand.restore, [(floats(2, 4, H), numbers(2, 4), HIDDEN)]),
+    "restore_pick": (expand.restore_pick, [(floats(R), numbers(R), numbers(R), floats(N, V))]),
     "restore_surprise": (
         vocab_tail.restore_surprise, [(floats(R), *TAIL, floats(R), floats(N), 0.5, 30.0, 3, [True, True, True])],
     ),

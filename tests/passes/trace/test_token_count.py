@@ -10,7 +10,7 @@ from torch._inductor.codegen.cpp import CppKernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv, Max, Mod, ModularIndexing, PythonMod
 
-from treefx.passes.trace.token_count import _ADVICE, TokenCount, _advice_code, _Condition, add_count_input
+from treefx.inputs.token_count import _ADVICE, TokenCount, _advice_code, _Condition, add_count_input
 
 
 def symbol_of(count: TokenCount) -> sympy.Symbol:

@@ -185,7 +185,7 @@ PLANTS = {
     "restoration": Plant(
         "the gradients of the last rows are lost where rows are summed",
         "losses",
-        {"treefx.passes.packing.restore_gradients:restore_pick": _last_rows_lost},
+        {"treefx.kernels.expand:restore_pick": _last_rows_lost},
     ),
     "ignored index": Plant(
         "every loss ignores -100, whatever it says",
@@ -332,11 +332,11 @@ PLANTS = {
 
 @contextmanager
 def _unchecked(forest: treefx.Forest) -> Iterator[treefx.Forest]:
-    token = context._CURRENT.set(context._Use(forest))
+    token = context.IN_USE.set(context._Use(forest))
     try:
         yield forest
     finally:
-        context._CURRENT.reset(token)
+        context.IN_USE.reset(token)
 
 
 def _no_numbers(gm: torch.fx.GraphModule, numbers: dict[int, float]) -> torch.fx.GraphModule:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from treefx.inspection.graph_diff import operator_name
+from treefx.inspection.graph_diff import operator_name, restorations
 from treefx.inspection.images import partners, source_of
 from treefx.inspection.report.lines import line_of, module_path
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.records import Restoration
-from treefx.passes.packing.restore_gradients import restorations
 
 __all__ = ["account_restorations"]
 

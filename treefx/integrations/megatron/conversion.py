@@ -25,9 +25,9 @@ from treefx.integrations.megatron.replay import ReplayedRouting, replays, routes
 from treefx.integrations.megatron.routers import Routing, RowRouting, counts_tokens, has_losses
 from treefx.integrations.megatron.rows import Rows, read_rows
 from treefx.integrations.megatron.tree import Tree, Trees, first_places
+from treefx.kernels.expand import expand
 from treefx.kernels.memory import lasting
 from treefx.passes.analysis import Rewritten
-from treefx.passes.packing.restore_gradients import expand
 from treefx.runtime.call_plan import Batch, build_batch, pad_batch, shares_enough
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.reason import Cause, Reason

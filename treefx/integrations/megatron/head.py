@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from treefx.passes.packing.restore_gradients import expand
+from treefx.kernels.expand import expand
 
 __all__ = ["Pairs", "across_ranks", "expand_hidden", "find_pairs", "on_rows"]
 

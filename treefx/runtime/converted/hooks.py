@@ -18,8 +18,8 @@ from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.trie import Prefixes
+from treefx.kernels.expand import expand
 from treefx.passes.analysis import Rewritten
-from treefx.passes.packing.restore_gradients import expand
 from treefx.reason_codes import with_code
 from treefx.runtime.call_plan import find_unshared
 from treefx.runtime.converted.attentions import COMPILE_INSTEAD

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from treefx.errors import UnsupportedError
-from treefx.passes.packing.restore_gradients import expand, restore
+from treefx.kernels.expand import expand, restore
 from treefx.runtime.lazy import Deferred, LazyRows
 
 __all__ = ["Held", "PackedRows", "by_law", "packed_rows", "rows_among", "version"]

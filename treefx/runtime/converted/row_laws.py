@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from treefx.passes.packing.restore_gradients import expand, pick
+from treefx.kernels.expand import expand, pick
 from treefx.runtime.converted.packed_rows import Held, PackedRows, by_law, packed_rows, rows_among, version
 
 __all__ = ["named", "picked"]

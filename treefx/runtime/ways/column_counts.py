@@ -17,12 +17,11 @@ from torch import SymFloat, SymInt, Tensor, fx
 from treefx.errors import UnsupportedError
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
+from treefx.inputs.sizes import COLUMNS, BatchSizes, Pattern, pattern_of
+from treefx.inputs.values import InputValues
 from treefx.kernels.memory import Bounded, lasting
-from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.column_counts import find_column_count
 from treefx.passes.labels.label_tokens import user_line
-from treefx.passes.trace.batch_sizes import BatchSizes
-from treefx.passes.trace.pattern import COLUMNS, Pattern, pattern_of
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.shapes import Refusal
 from treefx.runtime.ways.free_sizes import Symbols
@@ -82,7 +81,7 @@ class ColumnCounts:
         whole = forest.uncut if isinstance(forest, EdgeSubset) else forest
         lengths = sorted({max(length, _SMALLEST) for length in whole.row_offsets.diff().tolist()})
         self._check_guards(args, forest.num_tokens, lengths)
-        pattern = pattern_of(self._gm, self._roles, self._analyses.filled(by_column))
+        pattern = pattern_of(self._analyses.sized, self._roles, self._analyses.filled(by_column))
         if pattern is None or self._has_fixed_columns(args, forest.num_tokens):
             raise UnsupportedError(_FIXED.format(forest.num_tokens, _WAY_OUT))
         found = self._known.get((pattern, known))

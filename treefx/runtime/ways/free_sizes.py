@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from treefx.passes.trace.fakes import fake_inputs, strided_fake
-from treefx.passes.trace.token_count import SizeConditions
+from treefx.inputs.fakes import fake_inputs, strided_fake
+from treefx.inputs.token_count import SizeConditions
 
 __all__ = ["FreeSizes", "Sizes", "Symbols", "share_memory"]
 

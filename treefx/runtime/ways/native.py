@@ -13,11 +13,11 @@ from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.context import ran_on_forest
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
+from treefx.inputs.token_count import PackedSize
 from treefx.passes.analysis import Variant
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
-from treefx.passes.trace.token_count import PackedSize
 from treefx.passes.trace.unseen_changes import changed_by
 from treefx.reason_codes import code_of_cause
 from treefx.runtime.call_plan import forest_batch

@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from treefx.kernels.memory import lasting
 from treefx.passes.packing.compile_inner import Inner
-from treefx.passes.packing.kept_graphs import keeping_graphs
 from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import process_state
@@ -23,6 +22,7 @@ from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memo
 from treefx.runtime.ways.known_numbers import number_inputs, with_numbers
 from treefx.runtime.ways.second_derivatives import has_custom_functions, refuse_second_derivatives
 from treefx.torch_patches.compiling import compiling
+from treefx.torch_patches.kept_graphs import keeping_graphs
 
 __all__ = ["Ordinary"]
 

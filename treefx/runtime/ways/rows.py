@@ -12,12 +12,12 @@ from torch import Tensor, fx
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.inputs.sizes import concrete, sizes_of_call
+from treefx.inputs.token_count import PackedSize
 from treefx.passes.analysis import Analysis, Variant
 from treefx.passes.packing.layout import expand_rows
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.passes.runner import Pass
-from treefx.passes.trace.batch_sizes import concrete
-from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.call_plan import Batch, CallPlan, Policy, Unshared, plan_call
 from treefx.runtime.cut import Cut, Exchange
@@ -238,13 +238,13 @@ class PackedRun:
         """Run a variant; return None where its masks do not hide all they should."""
         count = batch.size
         sizes = [count, *([] if cut is None else cut.sizes)]
-        sizes_of_batch = shape.analysis.values(tensors).values()
         # Not outside: grad mode is a guard of Dynamo's code.
         gradients = torch.is_grad_enabled() and (cut is None or cut.run not in ("infer", "kv"))
         with torch.set_grad_enabled(gradients):
             made = shape.analysis.made_inputs
             tensors = [guarded(x) if i in made else x for i, x in enumerate(tensors)] if made else tensors
-            given = [*shape.analysis.laid_out(tensors), *batch.metadata, count, *sizes_of_batch]
+            values, laid_out = sizes_of_call(shape.analysis.batch, tensors)
+            given = [*laid_out, *batch.metadata, count, *values.values()]
             executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
             self._records.show(executable)
             report = self._records.report

@@ -55,8 +55,12 @@ class SharingWatch:
             self._look_at_rows(report, {name: args[i] for i, name in self._inputs})
             return
         report.keep_rows(None)
-        if report.ran == "packed" and (what := _lost(report)):
+        if report.ran != "packed":
+            return
+        what = _lost(report)
+        if what:
             self._warn_of_expansions(report, what)
+        report.is_settled = report.warned or not what
 
     def _look_at_rows(self, report: GraphReport, given: dict[str, Any]) -> None:
         """Keep the rows of a call and warn of them.

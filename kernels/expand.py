@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-__all__ = ["entries", "expand", "pick", "restorations"]
+__all__ = ["entries", "expand", "pick", "restore", "restore_pick"]
 
 
 @torch.library.custom_op("treefx::expand", mutates_args=())
@@ -173,9 +173,3 @@ def _pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 restore.register_autograd(_expand, setup_context=_save_restore)  # gradients of gradients
 restore_pick.register_autograd(_pick, setup_context=_save_restore)
-
-
-def restorations(gm: fx.GraphModule) -> list[fx.Node]:
-    """The restoration nodes of a backward graph, for the inspector."""
-    targets = (torch.ops.treefx.restore.default, torch.ops.treefx.restore_pick.default)
-    return [node for node in gm.graph.nodes if node.target in targets]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import clone_preserve_strides
 
-__all__ = ["keeping_graphs"]
+__all__ = ["keep_graphs", "keeping_graphs"]
 
 
 def keeping_graphs(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,13 +24,22 @@ def keeping_graphs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         nonlocal prepared
         results = compiled(*args)
-        if not prepared and torch.is_grad_enabled():
-            for function in {_function_of(result) for result in results} - {None}:
-                _copy_donated(function)
-                prepared = True
+        prepared = prepared or keep_graphs(results)
         return results
 
     return run
+
+
+def keep_graphs(results: Sequence[Any]) -> bool:
+    """Let graphs of results of a function of AOTAutograd be kept.
+
+    Returns:
+        Whether any was made by it, so that later results may be kept too.
+    """
+    functions = {_function_of(result) for result in results} - {None} if torch.is_grad_enabled() else set()
+    for function in functions:
+        _copy_donated(function)
+    return bool(functions)
 
 
 def _function_of(result: Any) -> Any:

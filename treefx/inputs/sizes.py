@@ -1,16 +1,30 @@
-"""Rows and columns as symbols, so that one analysis and one compilation serve every batch.
+"""Name sizes of inputs by symbols: rows, columns, and their values in a call.
 
-The environment answers for a hint, a prime that is like no other size, and records the guards of the answer; the run
-time checks them at every call. Code that specialises on a size has recorded that it *is* the hint: such an analysis
-holds for no other size and is not used.
+Dynamo has a symbol for every size that may change; two of them are the rows B and the columns T of the batch, and most
+others are these again, or one more or less. A *pattern* names the sizes of all inputs in B and T, so that calls of one
+pattern share an analysis. Before, two calls of Dynamo's graph::
+
+    ids [4, 16], mask [4, 16], labels [4, 15]        ids [9, 31], mask [9, 31], labels [9, 30]
+
+After, one pattern::
+
+    ids [B, T], mask [B, T], labels [B, T - 1]       with B, T = 4, 16 and B, T = 9, 31
+
+An analysis has these symbols in its shape environment (``BatchSizes``), so that one analysis and one compilation serve
+every batch. The environment answers for a hint, a prime that is like no other size, and records the guards of the
+answer; the run time checks them at every call. Code that specialises on a size has recorded that it *is* the hint: such
+an analysis holds for no other size and is not used.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -19,12 +33,157 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import bound_sympy
 
-from treefx.passes.trace.fakes import fake_inputs, strided_fake
-from treefx.passes.trace.fingerprint import autograd_key, tensor_key
-from treefx.passes.trace.pattern import COLUMNS, ROWS, Pattern, name_size
-from treefx.passes.trace.token_count import TokenCount, common_multiple
+from treefx.inputs.fakes import fake_inputs, strided_fake
+from treefx.inputs.token_count import TokenCount, common_multiple
 
-__all__ = ["BatchSizes", "Specialised", "concrete", "has_symbols"]
+__all__ = [
+    "COLUMNS",
+    "ROWS",
+    "SEGMENTS",
+    "BatchSizes",
+    "Pattern",
+    "SizedInputs",
+    "Specialised",
+    "autograd_key",
+    "concrete",
+    "has_symbols",
+    "name_size",
+    "pattern_of",
+    "sizes_of_call",
+    "tensor_key",
+]
+
+ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
+SEGMENTS = sympy.Symbol("segments", integer=True, positive=True)
+"""The size of an input that says where the segments of a row end, for flash attention alone."""
+_LESS, _MORE, _GRID, _SHIFTED = COLUMNS - 1, COLUMNS + 1, ROWS * COLUMNS, ROWS * (COLUMNS - 1)
+
+
+class Pattern(NamedTuple):
+    """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS`` (and ``SEGMENTS``).
+
+    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number. A number
+    of the caller has a separate symbol: a vector of which only the size is read, or a size of other inputs that the
+    graph computes with (how many labels there are, which the caller gives too).
+    """
+
+    inputs: tuple[Any, ...]
+
+    def symbols(self) -> list[sympy.Symbol]:
+        """Those that occur."""
+        found = {symbol for item in _leaves(self.inputs) for symbol in getattr(item, "free_symbols", ())}
+        return [*[symbol for symbol in (ROWS, COLUMNS, SEGMENTS) if symbol in found], *self.numbers()]
+
+    def numbers(self) -> list[sympy.Symbol]:
+        """Those of the caller's numbers."""
+        found = dict.fromkeys(item for item in _leaves(self.inputs) if isinstance(item, sympy.Symbol))
+        return [symbol for symbol in found if symbol not in (ROWS, COLUMNS, SEGMENTS)]
+
+
+@functools.cache
+def _number_symbol(position: int) -> sympy.Symbol:
+    return sympy.Symbol(f"number_{position}", integer=True, positive=True)
+
+
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    return [size for item in inputs for size in (item if isinstance(item, tuple) else (item,))]
+
+
+def pattern_of(known: SizedInputs, roles: Sequence[str], args: Sequence[Any]) -> Pattern | None:
+    """Return the pattern of a call of Dynamo's graph; None without symbolic batch sizes.
+
+    Args:
+        known: What the graph says of its inputs; a size that is a number in it stays one.
+        roles: Role of each placeholder: rows and columns are those of the first integer "input" [B, T].
+        args: One value per placeholder.
+    """
+    for ids, role in zip(args, roles, strict=True):
+        if role == "input" and _may_be_ids(ids):
+            break
+    else:
+        return None
+    rows, columns = ids.shape
+    names: dict[Any, Any] = {}
+    numbers = _numbers_of_caller(known, args) if known.sizes or known.numbers else {}
+    inputs: list[Any] = [
+        tuple(x.shape) if isinstance(x, Tensor) and i in known.tensors else x for i, x in enumerate(args)
+    ]
+    for i in known.numbers:
+        inputs[i] = (_number_symbol(i),)
+    for i, traced in known.moving.items():
+        given = enumerate(zip(args[i].shape, traced, strict=True))
+        sizes = [
+            size
+            if not isinstance(symbol, SymInt)
+            else SEGMENTS
+            if i in known.ends
+            else name_size(size, d, rows, columns, numbers)
+            for d, (size, symbol) in given
+        ]
+        named = False
+        for symbol, size in zip(traced, sizes, strict=True):
+            if isinstance(symbol, SymInt):
+                names[symbol.node.expr] = size
+            named = named or isinstance(size, sympy.Expr)
+        if named and args[i].requires_grad and not args[i].is_contiguous():
+            return None
+        inputs[i] = tuple(sizes)
+    for i, expr in known.sizes.items():
+        inputs[i] = names.get(expr, inputs[i]) if expr is not None else 0  # an unread one may be a stride
+    return Pattern(tuple(inputs)) if _has_symbols(inputs) else None
+
+
+def _has_symbols(inputs: Sequence[Any]) -> bool:
+    for item in inputs:
+        for size in item if isinstance(item, tuple) else (item,):
+            if getattr(size, "free_symbols", None):
+                return True
+    return False
+
+
+def _numbers_of_caller(known: SizedInputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
+    """Return symbols of numbers the graph computes with, by value; other inputs share them."""
+    read = [i for i, expr in known.sizes.items() if expr is not None]
+    return {args[i]: _number_symbol(i) for i in read} | {args[i].shape[0]: _number_symbol(i) for i in known.numbers}
+
+
+@dataclass(frozen=True)
+class SizedInputs:
+    """Hold what a graph says of the sizes of its inputs, by position.
+
+    Attributes:
+        tensors: Those that are tensors.
+        moving: The shapes of those with a symbol among their sizes, but for ``numbers``.
+        ends: Those that say where segments end.
+        numbers: Those that only their size is asked of.
+        sizes: The expressions of those that are numbers with symbols; None if unused.
+    """
+
+    tensors: frozenset[int]
+    moving: dict[int, tuple[Any, ...]]
+    ends: frozenset[int]
+    numbers: frozenset[int]
+    sizes: dict[int, Any]
+
+
+def _may_be_ids(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
+
+
+def name_size(
+    size: int, dim: int, rows: int, columns: int, numbers: Mapping[int, sympy.Symbol] = MappingProxyType({})
+) -> Any:
+    """Write a size in rows and columns, else as a caller's number, else unchanged.
+
+    Where several names fit, the first dimension counts rows and the others columns.
+    """
+    names = [(rows, ROWS), (columns, COLUMNS)] if dim == 0 else [(columns, COLUMNS), (rows, ROWS)]
+    names += [(columns - 1, _LESS), (columns + 1, _MORE), (rows * columns, _GRID), (rows * (columns - 1), _SHIFTED)]
+    for value, name in (*names, *numbers.items()):
+        if value == size and size > 1:
+            return name
+    return size
+
 
 _LEAST_HINT = 13
 """Sizes of models are often smaller primes."""
@@ -159,10 +318,22 @@ class BatchSizes(TokenCount):
         return found
 
 
+def sizes_of_call(batch: BatchSizes | None, tensors: Sequence[Any]) -> tuple[dict[Any, int], Sequence[Any]]:
+    """Return the values of symbols in a call, and its tensors as compiled code takes them.
+
+    Args:
+        batch: The environment of the analysis; None where sizes are numbers.
+        tensors: The tensors of the call.
+    """
+    return ({}, tensors) if batch is None else (batch.values(tensors), batch.laid_out(tensors))
+
+
 def concrete(value: Any, values: Values) -> Any:
     """Arguments of an operator with the numbers of a call in place of symbols."""
     if isinstance(value, SymInt):
-        return int(value.node.expr.xreplace(values)) if values else value
+        expr = value.node.expr
+        known = values.get(expr)
+        return known if known is not None else int(expr.xreplace(values)) if values else value
     if isinstance(value, tuple | list):
         return type(value)([concrete(x, values) if isinstance(x, _HOLD_SIZES) else x for x in value])
     if isinstance(value, dict):
@@ -197,3 +368,17 @@ def _number(size: int, hint: int, columns: int, taken: set[int]) -> int:
     found = inside[0] if inside else _prime(max(size, hint + 1), taken)
     taken.add(found)
     return found
+
+
+def tensor_key(x: Tensor) -> tuple[Any, ...]:
+    """Return properties of a tensor that compiled code depends on."""
+    return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, *autograd_key(x))
+
+
+def autograd_key(x: Tensor) -> tuple[bool, ...]:
+    """Return properties of an input that AOTAutograd depends on, besides type and sizes.
+
+    A change in place passes gradients to an input that is no leaf, and none to a leaf. The caches of inductor on disk
+    do not look at that.
+    """
+    return (x.requires_grad, x.is_leaf, x.is_conj(), x.is_neg())
