@@ -20,7 +20,7 @@ from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.constants import Constants
-from treefx.passes.labels.facts import Dims, Kind, ancestors, fact_of
+from treefx.passes.labels.facts import Axis, Dims, Kind, ancestors, fact_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.index_ranges import Lookup, find_lookups
 from treefx.passes.labels.laws.placed import Placed
@@ -253,6 +253,15 @@ class Analysis:
         """Positions and dimensions of the outputs that leave the graph packed."""
         facts = {i: fact_of(item) for i, item in enumerate(self._outputs) if isinstance(item, fx.Node)}
         return {i: fact.dims for i, fact in facts.items() if is_packed_output(fact) and fact.dims is not None}
+
+    @cached_property
+    def plain_outputs(self) -> frozenset[int]:
+        """Positions of those whose dimensions are rows, tokens and one plain factor each, as [1, N, ...]."""
+        front = [[Axis.ROW], [Axis.TOKEN]]
+        axes = {i: [[factor.axis for factor in dim] for dim in dims] for i, dims in self.packed_outputs.items()}
+        return frozenset(
+            i for i, found in axes.items() if found[:2] == front and all(dim == [Axis.PLAIN] for dim in found[2:])
+        )
 
     @cached_property
     def output_sizes(self) -> dict[int, list[Any]]:

@@ -330,10 +330,12 @@ def sizes_of_call(batch: BatchSizes | None, tensors: Sequence[Any]) -> tuple[dic
 
 def concrete(value: Any, values: Values) -> Any:
     """Arguments of an operator with the numbers of a call in place of symbols."""
+    if not values:
+        return value
     if isinstance(value, SymInt):
         expr = value.node.expr
         known = values.get(expr)
-        return known if known is not None else int(expr.xreplace(values)) if values else value
+        return int(expr.xreplace(values)) if known is None else known
     if isinstance(value, tuple | list):
         return type(value)([concrete(x, values) if isinstance(x, _HOLD_SIZES) else x for x in value])
     if isinstance(value, dict):

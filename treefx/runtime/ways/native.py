@@ -114,11 +114,10 @@ class NativeRun:
         results = self._packed.run(shape, variant, by_column, batch, cut)
         if results is None:
             raise UnsupportedError(UNHIDDEN, code_of_cause(Cause.VALUES.name))
-        packed = shape.analysis.packed_outputs
-        return tuple(
-            rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
-            for i, value in enumerate(results)
-        )
+        packed, plain = shape.analysis.packed_outputs, shape.analysis.plain_outputs
+        tokens_of = [value[None, : batch.tokens] if i in packed else value for i, value in enumerate(results)]
+        others = packed.keys() - plain
+        return tuple([rows_in_order(x, packed[i]) if i in others else x for i, x in enumerate(tokens_of)])
 
     def _check_values(self, args: Sequence[Any], count: int) -> None:
         """Raise if an input has several values for each token of the packed row.
