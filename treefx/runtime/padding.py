@@ -225,40 +225,42 @@ class _Read(NamedTuple):
     """A value that a condition reads.
 
     ``form`` is its index: "whole" has the condition's own, "row" the query's row, "grid" [B, T] and "token" a position.
+    "columns" is the number of columns, without an index or a node.
     """
 
-    node: fx.Node
-    form: Literal["whole", "row", "grid", "token"]
-    dims: Dims | None
-    indices: int
+    form: Literal["columns", "whole", "row", "grid", "token"]
+    node: fx.Node | None = None
+    dims: Dims | None = None
+    indices: int = 0
 
 
 _Resolved: TypeAlias = tuple[Expr, Sequence[_Read]]
-"""An expression of flat positions with loads of the number of columns (buffer 0) and of the values read (1, 2, ...)."""
+"""An expression of flat positions, and the values that its loads read."""
 
 
 def _resolve(expr: Expr) -> _Resolved:
     reads: list[_Read] = []
 
+    def load(read: _Read, *indices: Expr) -> Expr:
+        reads.append(read)
+        return ("load", len(reads) - 1, *indices)
+
     def resolve(item: Expr) -> Expr:
         if item[0] in ("cq", "ck"):
-            return ("mod", ("q" if item[0] == "cq" else "k",), ("load", 0))
+            return ("mod", ("q" if item[0] == "cq" else "k",), load(_Read("columns")))
         if item[0] != "load":
             return (item[0], *[resolve(part) if isinstance(part, tuple) else part for part in item[1:]])
         node, *indices = item[1:]
         fact = fact_of(node)
         if fact.kind is Kind.ROW:
-            reads.append(_Read(node, "row", None, len(indices)))
-            return ("load", len(reads), ("q",))
+            return load(_Read("row", node, None, len(indices)), ("q",))
         if fact.kind is Kind.INVARIANT:
-            reads.append(_Read(node, "whole", None, len(indices)))
-            return ("load", len(reads), *[resolve(index) for index in indices])
+            return load(_Read("whole", node), *[resolve(index) for index in indices])
         assert fact.dims is not None
         axes = [[factor.axis for factor in dim] for dim in fact.dims]
         form: Literal["grid", "token"] = "grid" if axes == [[Axis.ROW], [Axis.TOKEN]] else "token"
-        reads.append(_Read(node, form, fact.dims, len(indices)))
-        place, number = ("q",) if indices[0] == ("cq",) else ("k",), len(reads)
-        return ("load", number, place, *[resolve(index) for index in indices[1:]])
+        place = ("q",) if indices[0] == ("cq",) else ("k",)
+        return load(_Read(form, node, fact.dims), place, *[resolve(index) for index in indices[1:]])
 
     return resolve(expr), reads
 
@@ -415,8 +417,11 @@ class Grid:
         if found is None:
             found = self._resolved[expr] = _resolve(expr)
         resolved, reads = found
-        buffers = [torch.tensor(self.columns, device=self.device)]
+        buffers = []
         for read in reads:
+            if read.form == "columns":
+                buffers.append(torch.full((), self.columns, device=self.device))
+                continue
             value = self.value(read.node)
             if read.form == "grid":
                 value = value.reshape(-1)
