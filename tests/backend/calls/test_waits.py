@@ -96,7 +96,7 @@ def planned_on(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         patch.setattr(memory, "is_on_device", device.holds)
         for module in ("padding", "places", "origins"):
             patch.setattr(f"treefx.runtime.{module}.together", together)
-        for module in ("runtime.padding", "runtime.places", "passes.inputs.values"):
+        for module in ("runtime.padding", "runtime.places", "inputs.values"):
             patch.setattr(f"treefx.{module}.is_on_device", device.holds)
         patch.setattr(memory, "_fetched", device.fetch)
         patch.setattr(rows, "plan_call", within(rows.plan_call))
