@@ -17,7 +17,7 @@ from tests.kernels.gpu.test_triton_host import compiled  # noqa: F401 - a fixtur
 from tests.kernels.gpu.test_workspace import FORMS, counted, counted_forward, part, runner
 from treefx.kernels.common import Inputs
 from treefx.kernels.score import Expr, Score
-from treefx.planning.cost.device import device_lists, device_workspace
+from treefx.planning.cost.device import device_lists, device_workspace, uncounted
 from treefx.planning.cost.graph_cost import Sizes, TrainGraphs, backward_rows, forward_rows
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.model import Bytes
@@ -138,6 +138,14 @@ def test_float64_is_left_to_the_measured_parts(device: None) -> None:  # noqa: F
     for source in node.args[:3]:
         source.meta["val"] = source.meta["val"].double()  # type: ignore[union-attr]
     assert device_workspace(node) == device_lists(gm) == 0
+    assert uncounted(gm) == ["attention in float64"]
+
+
+def test_gradients_of_learned_biases_are_named(device: None) -> None:  # noqa: F811
+    gm, node, _ = graph_of("backward", part(1))
+    assert uncounted(gm) == []
+    node.args = tuple([True] if item == [] else item for item in node.args)
+    assert uncounted(gm) == ["the gradient of a learned bias"]
 
 
 def test_one_pass_is_counted_where_it_may_be_taken(device: None) -> None:  # noqa: F811

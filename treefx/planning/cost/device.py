@@ -4,8 +4,7 @@ This is the memory of its launches, and lists of tiles.
 
 Only the symbols of a part's graph are known: sizes that depend on its tree (lists of tiles, those that are cut into
 parts) count with their maximum, in the largest configuration, in either form of the kernels. Attention in float64,
-which runs on the reference, is not counted here, nor is the gradient of a learned bias; the measured parts of a profile
-show them.
+which runs on the reference, is not counted here, nor is the gradient of a learned bias: :func:`uncounted` names them.
 """
 
 from dataclasses import replace
@@ -33,7 +32,7 @@ from treefx.kernels.gpu.workspace import (
 from treefx.kernels.score import Score
 from treefx.planning.cost.liveness import size_expression
 
-__all__ = ["device_lists", "device_workspace"]
+__all__ = ["device_lists", "device_workspace", "uncounted"]
 
 _FORWARD = torch.ops.treefx.tree_attention.default
 _BACKWARD = torch.ops.treefx.tree_attention_backward.default
@@ -47,6 +46,19 @@ def device_workspace(node: fx.Node) -> sympy.Expr:
     """Bytes of an attention's own memory on a CUDA device, in the symbols of its graph."""
     found = [_bytes(form, _kernels(node, form)) for form in _forms(node)]
     return most_of(found) if found else sympy.Integer(0)
+
+
+def uncounted(*graphs: fx.GraphModule) -> list[str]:
+    """Name attentions on a CUDA device whose memory is not counted."""
+    found = set()
+    for node in (node for gm in graphs for node in gm.graph.nodes if node.target in _BOUNDARY):
+        q = _value(node.args[int(node.target is _BACKWARD)])
+        if q.device.type == "cuda":
+            named = {f"attention in {str(q.dtype).removeprefix('torch.')}": support.kind_refusal(q) is not None}
+            is_wanted = any(isinstance(item, list) and True in item for item in node.args)
+            named["the gradient of a learned bias"] = is_wanted
+            found |= {name for name, applies in named.items() if applies}
+    return sorted(found)
 
 
 def device_lists(*graphs: fx.GraphModule) -> sympy.Expr:

@@ -20,6 +20,7 @@ from treefx.planning.cost.device import device_workspace
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.memory import track_peak
 from treefx.planning.cost.model import flash_block
+from treefx.planning.cost.pair_workspace import pair_workspace
 from treefx.planning.cost.state_workspace import scan_workspace
 
 __all__ = ["FLASH_BLOCK", "bytes_per_pair", "workspace"]
@@ -48,8 +49,11 @@ def workspace(node: fx.Node) -> sympy.Expr:
     boundary = [source.meta["val"] for source in node.args[_BEFORE_BOUNDARY[backward] :][:2]]  # type: ignore[union-attr]
     if q.device.type == "cuda":
         return device_workspace(node)
-    if q.device.type != "cpu" or q.dtype == torch.float64 or score.linear is None:
+    if q.device.type != "cpu":
         return sympy.Integer(0)
+    by_pair = pair_workspace(node)
+    if by_pair is not None:
+        return by_pair
     per_pair = bytes_per_pair(q.dtype, int(q.shape[-1]))[backward]
     made = _wide_bytes([q, k, v, *boundary] if backward else [q])
     # The share of a rectangle is held with the sums; in 16 bits the sums are float32, and the results come on top.

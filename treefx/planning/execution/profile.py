@@ -13,6 +13,7 @@ seconds           `part + token N + pair A` for each of the three runs, fitted t
 """
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -31,6 +32,7 @@ from treefx.inspection.compiled_modules import modules_of
 from treefx.inspection.inspector import inspect
 from treefx.kernels.common import accumulation_dtype
 from treefx.passes.analysis import Rewritten
+from treefx.planning.cost.device import uncounted
 from treefx.planning.cost.graph_cost import (
     Flops,
     Sizes,
@@ -207,6 +209,7 @@ def _measure(
 # Long: one figure of the profile after another.
 def _build(compiled: Any, model: nn.Module, samples: list[Sample], resident: int, *, keeps_logits: bool) -> Profile:
     graphs, kv_only = _find_graphs(compiled, model)
+    _warn_of_uncounted(graphs)
     sizes, kv_sizes = Sizes.of(graphs.rewritten), Sizes.of(kv_only)
     assert graphs.rewritten.cut is not None
     caches = graphs.rewritten.cut.caches
@@ -251,6 +254,18 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], resident: int
         inner=inspect(compiled).stats["inner"],
         device=str(next(model.parameters()).device),
     )
+
+
+def _warn_of_uncounted(graphs: TrainGraphs) -> None:
+    names = uncounted(graphs.forward, graphs.backward)
+    if names:
+        warnings.warn(
+            f"treefx.profile does not count the memory of {' and '.join(names)} on a GPU: in parts longer than those "
+            "that it measures, a run can exceed its limit. Give it lengths as long as your parts"
+            + (", or train in bfloat16 or float32" if "float64" in names[0] else ""),
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _mask_bytes(caches: Sequence[torch.Tensor]) -> int:
