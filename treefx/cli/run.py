@@ -54,6 +54,7 @@ def run(
     verl, SkyRL, OpenRLHF: the models of their engines are converted, Megatron's among them.
 
     TRL's GRPO, RLOO and distillation: the rows of a group stay in one micro-batch. The gradient of a step is the same.
+    AsyncGRPO, which makes trees itself: they run on treefx's attention, on any device and with sinks.
 
     Trainers over a dataset keep their order, which is shuffled in most: with --keep-groups (or one line of the program,
     treefx.integrations.trl.keep_groups(trainer)) rows that share prefixes come in one batch. A loop that uses none of

@@ -115,6 +115,14 @@ def _convert_actors(module: ModuleType) -> None:
     importlib.import_module("treefx.integrations.openrlhf").convert_actors(module.Actor, **_sharing())
 
 
+def _attend_along_trees(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.async_grpo").attend_along_trees(module)
+
+
+def _check_models(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.async_grpo").check_models(module)
+
+
 _HOOKS: Hooks = {
     "accelerate.data_loader": _remember_batches,
     "accelerate.utils.dataclasses": _compile_with_treefx,
@@ -127,6 +135,8 @@ _HOOKS: Hooks = {
     "torchtitan.distributed.compile": _compile_blocks,
     "torchtitan.trainer": _convert_trainers,
     "torchtune.training._compile": _compile_whole,
+    "trl.experimental.async_grpo.async_grpo_trainer": _check_models,
+    "trl.experimental.async_grpo.packing": _attend_along_trees,
     "trl.trainer.grpo_trainer": _keep_groups,
     "trl.trainer.rloo_trainer": _keep_groups,
     "trl.trainer.distillation_trainer": _keep_groups,
