@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.cpu.bias_gradients import bias_is_summable
+from treefx.kernels.cpu.rectangles import MIN_ROWS, TILE_ELEMENTS
 from treefx.kernels.score import Score
-from treefx.kernels.tiles.rectangles import MIN_ROWS, TILE_ELEMENTS
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.memory import quick_collections, track_peak
 
@@ -114,7 +114,7 @@ def _measure(call: _Call) -> tuple[float, float]:
 
 
 def _rows(call: _Call, tokens: int) -> int:
-    """Queries of a tile, as :func:`treefx.kernels.tiles.rectangles.rows_per_tile` finds."""
+    """Queries of a tile, as :func:`treefx.kernels.cpu.rectangles.rows_per_tile` finds."""
     batch, heads = map(int, call.arguments[call.target is _BACKWARD].shape[:2])
     return max(16, min(_TILE_ROWS, TILE_ELEMENTS // (batch * heads * tokens)))
 
