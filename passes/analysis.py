@@ -225,8 +225,6 @@ class Analysis:
         None where tokens are known by their column. Conditions that all tokens of a call meet are ``redundant``.
         """
         assert self.tokens is not None
-        if self.tokens.made:  # known by the same column of another graph
-            return None
         live = live_nodes(self.gm, checks=False)
         return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant)
 

@@ -50,9 +50,9 @@ class Constants:
         batch: BatchSizes | None = None,
         segmented: bool = False,
     ) -> None:
-        self._batch, self._inputs = batch, inputs
+        self._batch, self._inputs = batch, [_kept(x, role) for x, role in zip(inputs, roles, strict=True)]
         self._sizes: dict[Any, int] = {} if batch is None else batch.values(inputs)
-        self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), self._inputs, strict=True))
         self._gm = gm
         self._tables: dict[Expr, Tensor | None] = {}
         self.read: set[int] = set()
@@ -169,6 +169,12 @@ class Constants:
                 return None
             items.append(resolved)
         return (expr[0], *items)
+
+
+def _kept(x: Any, role: str) -> Any:
+    """Return an input of a call without the graph of its gradient, which would live as long as the analysis."""
+    of_call = role not in ("parameter", "buffer")
+    return x.detach() if of_call and isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _masks(placeholders: list[fx.Node], known: InputValues) -> dict[fx.Node, tuple[GivenMask, list[fx.Node]]]:

@@ -284,7 +284,9 @@ class Analyses:
         if isinstance(found, Refusal) or not found.segments.hold:
             return None
         if (
-            found.find_own_positions() is None
+            not found.tokens
+            or found.tokens.made
+            or found.find_own_positions() is None
             or found.expansions
             and (self._config.on_unsupported != "expand" or self._sizes_asked(found, args) is not None)
         ):

@@ -22,6 +22,7 @@ from treefx.inputs.token_count import PackedSize
 from treefx.kernels.memory import lasting, on_host, send
 from treefx.kernels.score import Expr
 from treefx.runtime.blocks import number_blocks
+from treefx.runtime.origins import are_own
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.segments import find_starts, has_gaps
@@ -126,7 +127,8 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
         return _BLIND
     redundant = shape.padding.redundant(grid, keep)
     keys = shape.padding.identity(grid, redundant)
-    places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
+    by_column = keep is None and starts is None or not are_own([tensors[i] for i in shape.analysis.made_inputs])
+    places = None if by_column else shape.padding.own_positions(grid, redundant)
     for blocks in shape.analysis.blocks:
         numbers = number_blocks(blocks, grid, keep, [*keys, *(places or ())])
         if numbers is None:
@@ -343,7 +345,7 @@ def _tensors(
         end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)])
     arrays = [row.astype(np.int64), column.astype(np.int64), end.astype(np.int32), token_of]
     first, second, third, fourth = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-    sent = send(first, device), send(second, device), send(third, device, keep=True), send(fourth, device)
+    sent = send(first, device), send(second, device), send(third, device, keep=True), send(fourth, device, keep=True)
     return Batch(tokens, sent)
 
 

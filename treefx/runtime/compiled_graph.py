@@ -23,6 +23,8 @@ from treefx.runtime.announce import announce
 from treefx.runtime.dynamo import reads_cache, why_cut
 from treefx.runtime.reason import Reason
 from treefx.runtime.records import GraphReport, Records
+from treefx.runtime.shapes import Shape
+from treefx.runtime.ways.between import RowsBetween, hand_on_changes, holed, taken, whole
 from treefx.runtime.ways.column_counts import ColumnCounts
 from treefx.runtime.ways.native import NativeRun, wrong_row
 from treefx.runtime.ways.ordinary import Ordinary
@@ -109,10 +111,32 @@ class CompiledGraph:
         self._records.begin([x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter"])
         args = args if self._own is None else self._own.inputs(args)
         # Inputs are read on the host: each is copied once in a call, all with one wait.
+        given, args = args, self._take(args)
         with reading(
             [x for x, role in zip(args, self.roles, strict=True) if role == "input" and isinstance(x, Tensor)]
         ):
-            return self._run_on(args)
+            results = self._run_on(args)
+        if args is not given:
+            hand_on_changes(given, args)
+        return results
+
+    def _take(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Return the inputs with plain tensors of what other graphs hand on.
+
+        They have the tokens that ran, if nothing here but packed code reads them.
+        """
+        if not [x for x in given if isinstance(x, RowsBetween)]:  # one call in a steady step
+            return given
+        args = taken(given)
+        if not holed(args):
+            return args
+        shape = None if self._attends or IN_USE.get() is not None else self._analyses.shape(args)
+        if isinstance(shape, Shape):
+            tensors = self._analyses.tensors(args)
+            made = [tensors[i] for i in shape.analysis.made_inputs]
+            if all(any(x is y for y in made) for x in holed(args)):
+                return args
+        return whole(args)
 
     def _run_on(self, args: Sequence[Any]) -> Any:
         use = IN_USE.get()

@@ -23,6 +23,8 @@ from treefx.kernels.memory import together
 __all__ = [
     "OTHER_ORIGIN",
     "Origin",
+    "are_own",
+    "copy_origin",
     "guarded",
     "is_noted",
     "note_tokens",
@@ -48,19 +50,26 @@ class Origin:
         per_token: Whether its first two dimensions are rows and columns; else the first one counts vectors.
         version: That of the tensor when this was noted.
         find: Gives its keys [B, T], or one number per vector [n]; None if these are not known any more.
+        own: Whether keys that agree on prefixes of rows tell equal tokens, whatever columns these start in.
+        ran: bool [B, T] on the host, the tokens that have a value, where padding has none; None for all.
     """
 
     per_token: bool
     version: int
     find: Callable[[], Sequence[Tensor] | None]
+    own: bool = False
+    ran: Tensor | None = None
 
 
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Origin by tensor, for as long as the tensor lives."""
 
 
-def note_tokens(x: Tensor, keys: Sequence[Tensor]) -> None:
-    """Note that tokens of x [B, T, ...] are equal where keys [B, T] agree on prefixes."""
+def note_tokens(x: Tensor, keys: Sequence[Tensor], *, own: bool = False, ran: Tensor | None = None) -> None:
+    """Note that tokens of x [B, T, ...] are equal where keys [B, T] agree on prefixes.
+
+    ``own`` and ``ran`` are those of ``Origin``.
+    """
     if any(item.is_inference() for item in (x, *keys)):  # changes of these cannot be detected
         return
     versions = [key._version for key in keys]
@@ -68,7 +77,7 @@ def note_tokens(x: Tensor, keys: Sequence[Tensor]) -> None:
     def find() -> Sequence[Tensor] | None:
         return keys if versions == [key._version for key in keys] else None
 
-    _origins[x] = Origin(True, x._version, find)
+    _origins[x] = Origin(True, x._version, find, own, ran)
 
 
 def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
@@ -87,12 +96,21 @@ def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
 
 def with_origin(x: Tensor, leaf: Tensor) -> Tensor:
     """Return a leaf that stands for x, or a view of it that has the origin of x, where one is noted."""
+    return leaf if origin_of(x) is None else copy_origin(x, leaf.view_as(leaf))
+
+
+def copy_origin(x: Tensor, other: Tensor) -> Tensor:
+    """Note the origin of x for another tensor of equal values, and return that."""
     origin = origin_of(x)
-    if origin is None:
-        return leaf
-    view = leaf.view_as(leaf)
-    _origins[view] = replace(origin, version=view._version)
-    return view
+    if origin is not None:
+        _origins[other] = replace(origin, version=other._version)
+    return other
+
+
+def are_own(given: Sequence[Any]) -> bool:
+    """Return whether all tokens that other graphs made are known in whatever columns their rows start."""
+    origins = [origin_of(x) for x in given]
+    return all(origin.own for origin in origins if origin is not None and origin.per_token)
 
 
 def is_noted(x: Tensor) -> bool:
@@ -131,30 +149,30 @@ class _Guarded(torch.autograd.Function):
     """Hands a value on, and its gradient back if nothing but the parameters in front wants it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, alive: TensorWeakRef) -> Tensor:
+    def forward(ctx: Any, x: Tensor, alive: TensorWeakRef, rows: Tensor | None) -> Tensor:
         ctx.alive = alive
-        return x.view_as(x)
+        return x.view_as(x) if rows is None else rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x = ctx.alive()
         if x is not None and (x.retains_grad or x._backward_hooks or _is_only_captured(x.grad_fn)):
             raise UnsupportedError(_LOOKED_AT)
-        return grads[0], None
+        return grads[0], None, None
 
 
-def guarded(x: Tensor) -> Tensor:
+def guarded(x: Tensor, rows: Tensor | None = None) -> Tensor:
     """Wrap a value of another graph so that its backward refuses to show its gradient.
 
-    The gradient is that of all rows in one.
+    The gradient is that of all rows in one. ``rows`` are its numbers, where x is no plain tensor.
 
     Raises:
         UnsupportedError: In the backward, where a hook or ``retain_grad`` came after the call, or
             ``torch.autograd.grad`` takes this gradient.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    result: Tensor = _guarded(x, TensorWeakRef(x))
+        return x if rows is None else rows
+    result: Tensor = _guarded(x, TensorWeakRef(x), rows)
     return result
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from treefx.passes.analysis import Analysis
 from treefx.passes.labels.facts import Axis, Dims
 from treefx.passes.labels.token_inputs import Tokens
-from treefx.runtime.origins import note_tokens, note_vectors, numbers_of_vectors
+from treefx.runtime.origins import are_own, note_tokens, note_vectors, numbers_of_vectors
 from treefx.runtime.padding import Grid, Padding
 
 __all__ = ["is_per_token", "note_of_outputs"]
@@ -42,11 +42,12 @@ def note_of_outputs(analysis: Analysis) -> Callable[[Sequence[Any], Sequence[Any
     padding, joined = Padding(analysis), _joined_vectors(analysis.gm, tokens)
 
     def note(tensors: Sequence[Any], results: Sequence[Any]) -> None:
-        keys = padding.identity(
-            Grid(analysis, analysis.known.with_parts(tensors), resolved=padding.resolved), frozenset()
-        )
+        grid = Grid(analysis, analysis.known.with_parts(tensors), resolved=padding.resolved)
+        keys, places = padding.identity(grid, frozenset()), None
+        if are_own(tensors):
+            places = padding.own_positions(grid, frozenset())
         for i in outputs:
-            note_tokens(results[i], keys)
+            note_tokens(results[i], [*keys, *(places or ())], own=places is not None)
         for i, positions in joined.items():
             numbers = numbers_of_vectors([tensors[position] for position in positions])
             if numbers is not None:

@@ -210,19 +210,23 @@ class OutputUse:
         self.settled = False
         """Whether a call has run."""
 
-    def settle(self, analysis: Analysis) -> None:
+    def settle(self, analysis: Analysis, *, hands_on: bool = False) -> None:
         """Mark all outputs as used where use is not learned.
 
         That is: without a loss, where a second run would have other effects, and where a checkpoint compares one with
-        the first: reading in between must not change its saved tensors.
+        the first: reading in between must not change its saved tensors. What a graph hands on to those behind it is
+        differentiated, but maybe not read anywhere else.
         """
-        if _in_checkpoint() or not self.settled and self._are_always_used(analysis):
-            self.read |= set(analysis.packed_outputs)
-            self.differentiated |= set(analysis.packed_outputs)
+        used = set(analysis.packed_outputs)
+        unnoted = torch.is_inference_mode_enabled() and not analysis.returns_loss  # graphs behind do not know these
+        if _in_checkpoint() or unnoted or not self.settled and self._are_always_used(analysis, hands_on):
+            self.read |= used
+        if self.read >= used or not self.settled and hands_on:
+            self.differentiated |= used
         self.settled = True
 
-    def _are_always_used(self, analysis: Analysis) -> bool:
-        return not self._lazy or not analysis.returns_loss or analysis.has_side_effects
+    def _are_always_used(self, analysis: Analysis, hands_on: bool) -> bool:
+        return not self._lazy or not (analysis.returns_loss or hands_on) or analysis.has_side_effects
 
     def detached(self, analysis: Analysis) -> frozenset[int]:
         """The outputs that leave lazily."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._dynamo import guards
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import SpeculationLog
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from treefx.torch_patches.backports import IS_OLDER
 from treefx.torch_patches.patch import is_ours
@@ -178,6 +183,43 @@ def _is_branched_on(tx: Any) -> bool:
 
 def _is_drawn(value: Any) -> bool:
     return isinstance(value, TensorVariable) and value.ndim == 0 and value.as_proxy().node.target is torch.rand
+
+
+_STANDS_FOR = WeakIdKeyDictionary()
+"""What a plain tensor stands for while Dynamo traces, a weak reference."""
+
+
+def take_rows_between_for_plain() -> None:
+    """Let Dynamo take tensors between graphs of a model for plain ones, except in guards of their class.
+
+    Dynamo would read and guard the parts of a tensor subclass in every call.
+    """
+    wrap, match = builder.VariableBuilder.__call__, guards.GuardBuilder.TENSOR_MATCH
+
+    @functools.wraps(wrap)
+    def call(self: Any, value: Any) -> Any:
+        is_between = getattr(type(value), "is_plain_to_dynamo", False) and is_ours(self.tx)
+        return wrap(self, _plain(self.tx.output, value) if is_between else value)
+
+    @functools.wraps(match)
+    def tensor_match(self: Any, guard: Any, value: Any = None) -> Any:
+        x = value() if isinstance(value, TensorWeakRef) else value
+        return match(self, guard, _STANDS_FOR[x]() if isinstance(x, Tensor) and x in _STANDS_FOR else value)
+
+    builder.VariableBuilder.__call__ = call  # type: ignore[method-assign]
+    guards.GuardBuilder.TENSOR_MATCH = tensor_match  # type: ignore[method-assign]
+
+
+def _plain(output: Any, value: Tensor) -> Tensor:
+    """Return a plain tensor like another one, the same in all of a graph."""
+    known = vars(output).setdefault("treefx_plain", {})
+    if id(value) not in known:
+        plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        with torch.enable_grad():
+            plain = plain.requires_grad_().clone() if value.requires_grad else plain
+        _STANDS_FOR[plain], known[id(value)] = weakref.ref(value), plain
+    result: Tensor = known[id(value)]
+    return result
 
 
 def count_checked_elements() -> None:

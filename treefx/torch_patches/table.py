@@ -97,6 +97,13 @@ PATCHES = (
         batch_symbols.trace_again_without_symbols,
     ),
     Patch(
+        "torch._dynamo.variables.builder.VariableBuilder.__call__",
+        "all; also torch._dynamo.guards.GuardBuilder.TENSOR_MATCH",
+        "hidden states between graphs are no plain tensor: the graph behind them runs on rows, padding included",
+        "tests/backend/calls/test_cut_graphs.py::test_all_graphs_share",
+        dynamo.take_rows_between_for_plain,
+    ),
+    Patch(
         "torch._dynamo.backends.distributed.DDPOptimizer.__init__",
         _ALL,
         "DDP's buckets cut a compiled model, and all graphs but the first get no token ids",

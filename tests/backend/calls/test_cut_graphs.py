@@ -5,6 +5,8 @@ parameters alone, so that a caller who looks at the gradient of what goes over t
 """
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,14 @@ from torch.nn import functional as F
 
 import treefx
 from tests.backend.support import Pair, compare, compile_with, in_case
-from tests.batches import Batch, Side, distinct_tokens, shared_batch
+from tests.batches import Batch, Side, distinct_tokens, distinct_with_padding, shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, Step
 from tests.spellings import PADDED
 from treefx.errors import UnsupportedError
+from treefx.passes.analysis import Analysis
 from treefx.runtime import output_keys
+from treefx.runtime.ways import between
 
 
 class Cut(nn.Module):
@@ -28,24 +32,34 @@ class Cut(nn.Module):
 
     Args:
         look: Called with what goes over the first cut.
+        behind: Called with what goes over the second one; the loss adds what it returns.
     """
 
-    def __init__(self, look: Callable[[Tensor], Any] | None = None) -> None:
+    def __init__(
+        self,
+        look: Callable[[Tensor], Any] | None = None,
+        behind: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.text, self.look = TinyLM(PADDED["sdpa_padding"], layers=1, width=16), look
+        self.behind = behind
 
-    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, places: Tensor | None = None) -> Tensor:
         model = self.text
-        x = model.embed(ids) + model.place(torch.arange(ids.shape[1]))
+        x = model.embed(ids)
+        x = x + model.place(torch.arange(ids.shape[1])) if places is None else x
         torch._dynamo.graph_break()
+        x = x if places is None else x + model.place(places)
         if self.look is not None:
             self.look(x)
         for block in model.blocks:
             x = block(x, mask)
         torch._dynamo.graph_break()
+        more = None if self.behind is None else self.behind(x)
         logits = model.head(model.norm(x))[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return loss if more is None else loss + more
 
 
 def step_of(batch: Batch) -> Step:
@@ -58,13 +72,13 @@ def batch_of(side: Side | None = None, **sizes: int) -> Batch:
 
 
 def test_all_graphs_share() -> None:
-    """Several batches on one compilation; padding runs, because nothing is known of what reads a graph's outputs."""
+    """Several batches on one compilation, without padding: nothing but the head reads what the layers return."""
     pair = Pair(Cut().double())
     for rows, length, side in ((4, 14, None), (6, 17, "right"), (5, 12, "left")):
         batch = batch_of(side, rows=rows, length=length)
         with in_case(f"{rows} rows, padded {side}"):
             stats = pair.check(step_of(batch)).stats
-            assert stats["tokens"] < stats["raw_tokens"] and (side or stats["tokens"] == distinct_tokens(batch))
+            assert stats["tokens"] == distinct_tokens(batch) < stats["raw_tokens"]
             assert stats["attention_rewritten"] == 1 and stats["fallback"] is None
             assert not stats["warned"] and not stats["expansions"]
             reports = treefx.inspect(pair.compiled).reports
@@ -81,10 +95,90 @@ def test_tokens_of_a_call_are_those_of_the_layers() -> None:
             assert stats["raw_tokens"] == int(mask.sum()) < mask.numel() and stats["graphs"] == 3
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_positions_of_rows(side: Side) -> None:
+    """Rows that are padded on the left share, where they count their own positions."""
+    for rows, length in ((4, 14), (5, 12)):
+        batch = batch_of(side, rows=rows, length=length)
+        assert batch.attention_mask is not None
+        given = batch.input_ids, batch.attention_mask, batch.labels, (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
+        stats = compare(Cut().double(), lambda model, given=given: model(*given)).stats
+        assert stats["tokens"] == distinct_tokens(batch, "own") and stats["fallback"] is None
+
+
+def test_positions_of_columns_taken_for_own_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of("left")
+    torch.compiler.reset()
+    monkeypatch.setattr(Analysis, "find_own_positions", lambda self, redundant=(): [])
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(Cut().double(), step_of(batch))
+
+
+def _weigh(x: Tensor) -> Tensor:
+    """Weigh every number differently, those of padding too."""
+    return (x.square() * torch.linspace(0, 1, x.numel()).reshape(x.shape)).sum()
+
+
+def _see(x: Tensor) -> None:
+    found = float(x.detach()[:, -1].sum())
+    assert found == found
+
+
+BEHIND: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "a loss of all": _weigh,
+    "a loss of the last column": lambda x: _weigh(x[:, -1]),
+    "a change in place": lambda x: (x.mul_(2.0), None)[1],
+    "numbers": _see,
+    "a hook": lambda x: (x.register_hook(lambda grad: None), None)[1],
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_padding_that_is_read(behind: str) -> None:
+    """Code between the layers and the head gets every position, and from the second call on within the call."""
+    pair = Pair(Cut(behind=torch._dynamo.disable(BEHIND[behind])).double())
+    for rows in (4, 4, 5):
+        batch = batch_of("right", rows=rows)
+        with in_case(rows):
+            stats = pair.check(step_of(batch)).stats
+            assert stats["attention_rewritten"] == 1
+            assert stats["tokens"] == distinct_with_padding(batch.input_ids, batch.attention_mask)
+
+
+def test_hooks_of_modules_get_all_positions_at_once() -> None:
+    """A sharded model's hooks give weights back before they look at hidden states, so that nothing may run again."""
+    batch, model = batch_of("right"), Cut().double()
+    model.register_forward_hook(lambda module, args, result: None)
+    pair = Pair(model)
+    pair.check(step_of(batch))
+    reports = treefx.inspect(pair.compiled).reports
+    assert [report.calls for report in reports if report.has_tokens] == [1, 1, 1]
+    assert pair.check(step_of(batch)).stats["tokens"] == distinct_with_padding(batch.input_ids, batch.attention_mask)
+
+
+def test_padding_of_tokens_that_ran_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros, where nothing ran."""
+    monkeypatch.setattr(between.RowsBetween, "rows", property(lambda self: self.packed.rows()))
+    behind = torch._dynamo.disable(BEHIND["a loss of all"])
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(Cut(behind=behind).double(), step_of(batch_of("right")))
+
+
+def test_what_goes_over_a_cut_is_freed() -> None:
+    """Neither Dynamo nor a record of treefx keeps it."""
+    seen: list[weakref.ref[Tensor]] = []
+    model = compile_with(Cut(behind=torch._dynamo.disable(lambda x: seen.append(weakref.ref(x)))).double())
+    for _ in range(2):
+        step_of(batch_of("right"))(model).backward()
+        gc.collect()
+    assert len(seen) == 2 and all(x() is None for x in seen)
+
+
 def test_other_keys_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of all rows taken for one, behind a cut."""
     note = output_keys.note_tokens
-    monkeypatch.setattr(output_keys, "note_tokens", lambda x, keys: note(x, [torch.zeros_like(key) for key in keys]))
+    zeros = lambda x, keys, **more: note(x, [torch.zeros_like(key) for key in keys], **more)  # noqa: E731
+    monkeypatch.setattr(output_keys, "note_tokens", zeros)
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(Cut().double(), step_of(batch_of()))
 

@@ -149,12 +149,12 @@ def qwen3_vl() -> nn.Module:
 def double_of(model_class: Any, config: Any) -> nn.Module:
     """Build a model of transformers with its own tower, in float64 throughout."""
     module = lifted(model_class.__module__)
-    original = module.AutoModel
-    module.AutoModel = _Lifted
+    original = getattr(module, "AutoModel", None)  # some build their parts by name, from the same file
+    module.AutoModel = _Lifted  # type: ignore[attr-defined]
     try:
         return double_from(getattr(module, model_class.__name__), config)
     finally:
-        module.AutoModel = original
+        module.AutoModel = original  # type: ignore[attr-defined]
 
 
 class _Lifted:

@@ -18,6 +18,7 @@ from treefx.passes.packing.compile_inner import Inner
 from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import process_state
+from treefx.runtime.ways.between import whole
 from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memory
 from treefx.runtime.ways.known_numbers import number_inputs, with_numbers
 from treefx.runtime.ways.second_derivatives import has_custom_functions, refuse_second_derivatives
@@ -54,7 +55,7 @@ class Ordinary:
     def instead(self, args: Sequence[Any], *, reason: Reason | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
         self._records.report.note_rows(reason)
-        return self(*args)
+        return self(*whole(args))
 
     def __call__(self, *args: Any) -> Any:
         return self._executable(args)(*args)

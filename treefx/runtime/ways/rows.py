@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.inputs.sizes import concrete, sizes_of_call
 from treefx.inputs.token_count import PackedSize
+from treefx.kernels.memory import on_host
 from treefx.passes.analysis import Analysis, Variant
 from treefx.passes.packing.layout import expand_rows
 from treefx.passes.pipeline import UNHIDDEN
@@ -28,6 +30,7 @@ from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import NotNow, Outgrown, Shape, Unfit
+from treefx.runtime.ways.between import SOURCES, MissingTokens, Packed, hands_on, ran, rows_between, whole
 from treefx.runtime.ways.ordinary import Ordinary
 
 __all__ = ["Outputs", "PackedRun", "RowsRun", "most_logits"]
@@ -61,7 +64,8 @@ class RowsRun:
         self._analyses, self._packed, self._ordinary = analyses, packed, ordinary
         self._config, self._records = config, records
         size = PackedSize(few=config.compiler.records_graphs)
-        self._policy = Policy(config.min_sharing, "tokens", self._keep, size, on_host=True)
+        keep = functools.partial(self._keep, None)
+        self._policy = Policy(config.min_sharing, "tokens", keep, size, on_host=True)
         self._outputs = Outputs(gm, roles, analyses, config, records, self.run)
 
     def run(self, shape: Shape, args: Sequence[Any]) -> Any:
@@ -70,6 +74,9 @@ class RowsRun:
             return self._run(shape, args)
         except Outgrown as call:
             other = self._analyses.shape(args, call.sizes)
+        except MissingTokens:
+            args = whole(args)
+            other = self._analyses.shape(args)
         except Unfit as error:
             other = self._analyses.with_numbers(shape, args, str(error))
         except NotNow as error:
@@ -79,9 +86,11 @@ class RowsRun:
         return self._ordinary.instead(args, reason=other if other.text else None)
 
     def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
-        self._analyses.use.settle(shape.analysis)
-        tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
-        found = plan_call(shape, tensors, self._policy)
+        use = self._analyses.use
+        use.settle(shape.analysis, hands_on=not use.settled and hands_on(shape.analysis))
+        tensors, there = shape.analysis.known.with_parts(self._analyses.tensors(args)), ran(args) if SOURCES else None
+        policy = self._policy if there is None else replace(self._policy, keep=functools.partial(self._keep, there))
+        found = plan_call(shape, tensors, policy)
         if isinstance(found, Reason):
             return self._ordinary.instead(args, reason=found)
         self._count(found, tensors[shape.analysis.position_of_ids])
@@ -119,14 +128,26 @@ class RowsRun:
             return frozenset()
         return found.outputs if found.outputs <= detached - self._analyses.use.read else frozenset()
 
-    def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return positions that others see, and positions that run; None for all of them."""
+    def _keep(
+        self, there: Tensor | None, shape: Shape, grid: Grid, starts: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return positions that others see, and positions that run; None for all of them.
+
+        Raises:
+            MissingTokens: One of these is not ``there``, bool [B, T], in a value of another graph.
+        """
         seen = shape.padding.seen(grid)
+        if seen is None and there is not None and not shape.analysis.attentions:
+            seen = there
         if seen is None:
-            return None, None
-        if self._config.padding == "drop":
-            return seen, shape.padding.reached(seen)
-        return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(grid, seen)
+            keep = None
+        elif self._config.padding == "drop":
+            keep = shape.padding.reached(seen)
+        else:
+            keep = torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(grid, seen)
+        if there is not None and (keep is None or bool((on_host(keep) & ~there).any())):
+            raise MissingTokens
+        return seen, keep
 
 
 class Outputs:
@@ -161,7 +182,7 @@ class Outputs:
             return value
         rows = expand_rows(value, dims, batch.metadata[3])
         if is_per_token(dims):
-            note_tokens(rows, [batch.metadata[3]])
+            note_tokens(rows, [batch.metadata[3]], own=True)
         return rows
 
     def hand_back(
@@ -173,11 +194,17 @@ class Outputs:
         variant: Variant,
     ) -> tuple[Any, ...]:
         """The outputs as the caller expects them."""
-        given = self._given(args) if variant.detached else None
+        packed = shape.analysis.packed_outputs
+        lazy = variant.detached | (packed.keys() - self._analyses.use.read)
+        given = self._given(args) if lazy else None
         handed = [
-            self._lazily(shape, given, i, value, found, absent=i in variant.absent)
-            if given is not None and i in variant.detached
-            else self._on_rows(shape, i, value, found.batch)
+            self._on_rows(shape, i, value, found.batch)
+            if given is None or i not in lazy
+            else lazy_rows(self._deferred(shape, given, i, value, found, absent=i in variant.absent))
+            if i in variant.detached
+            else rows_between(
+                self._deferred(shape, given, i, value, found), Packed(value, packed[i], found.batch.metadata[3])
+            )
             for i, value in enumerate(results)
         ]
         return tuple(handed)
@@ -187,10 +214,10 @@ class Outputs:
             self._watched = watched(args, self._roles)
         return Given(args, self._roles, self._names, self._watched)
 
-    def _lazily(
-        self, shape: Shape, given: Given, position: int, value: Tensor, found: CallPlan, *, absent: bool
-    ) -> Tensor:
-        """Return a lazy output: expanded, or recomputed, when the caller reads it."""
+    def _deferred(
+        self, shape: Shape, given: Given, position: int, value: Tensor, found: CallPlan, *, absent: bool = False
+    ) -> Deferred:
+        """Return how to make a lazy output: expanded, or recomputed, when the caller reads it."""
         report = self._records.report  # the reader may be another thread, or another model may have run in between
         args, batch = given.args, found.batch
 
@@ -208,17 +235,17 @@ class Outputs:
             self._analyses.use.read.add(position)
             self._analyses.use.differentiated.add(position)
             given.check(f"differentiating an output {list(rows)}")
-            needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
-            leaves = [x.detach().requires_grad_() if is_in else x for x, is_in in zip(args, needed, strict=True)]
+            needed, wholes = [isinstance(x, Tensor) and x.requires_grad for x in args], whole(args)
+            leaves = [x.detach().requires_grad_() if is_in else x for x, is_in in zip(wholes, needed, strict=True)]
             with torch.enable_grad(), given.as_called(), self._records.reporting(report):
-                again = [with_origin(x, y) if is_in else y for x, y, is_in in zip(args, leaves, needed, strict=True)]
+                again = [with_origin(x, y) if is_in else y for x, y, is_in in zip(wholes, leaves, needed, strict=True)]
                 result = self._again(shape, again)[position]
             inputs = [x for x, is_in in zip(leaves, needed, strict=True) if is_in]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
 
         rows = concrete(shape.analysis.output_sizes[position], found.grid.sizes)
         learned = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
-        return lazy_rows(Deferred(rows, value, compute, differentiate, learned))
+        return Deferred(rows, value, compute, differentiate, learned)
 
 
 class PackedRun:
