@@ -315,8 +315,8 @@ def test_what_was_written_over_is_no_longer_known(device: None) -> None:
 
 def test_another_forest_in_the_same_memory_is_another(device: None) -> None:
     """The host's copy goes with the vector it stands for, and stands for no other that comes to lie there."""
-    memory = torch.empty(1024, dtype=torch.int32)
-    first, second = (torch.frombuffer(memory.numpy(), dtype=torch.int32) for _ in range(2))
+    place = torch.empty(1024, dtype=torch.int32)
+    first, second = (torch.frombuffer(place.numpy(), dtype=torch.int32) for _ in range(2))
     memory.remember(torch.full((1024,), 1024, dtype=torch.int32), first)
     assert first.data_ptr() == second.data_ptr() and first._version == second._version
     assert memory.host_copies([first]) is not None and memory.host_copies([second]) is None

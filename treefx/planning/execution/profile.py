@@ -54,10 +54,13 @@ from treefx.planning.execution.nonnegative import fit_nonnegative
 from treefx.planning.execution.ranks import Ranks, apart
 from treefx.planning.execution.ranks_of import ranks_of
 from treefx.planning.execution.unseen import add_unseen
+from treefx.reason_codes import with_code
 from treefx.runtime.records import find
 from treefx.views import find_view
 
 __all__ = ["Profile", "profile"]
+
+_UNMEASURED = "TFX205"
 
 _FOREST_BYTES = {"token": 116, "raw_token": 16}
 """Bytes that describe the forest: 48 per token, its edges 52, its part 16; two numbers per raw token."""
@@ -259,13 +262,11 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], resident: int
 def _warn_of_uncounted(graphs: TrainGraphs) -> None:
     names = uncounted(graphs.forward, graphs.backward)
     if names:
-        warnings.warn(
+        text = (
             f"treefx.profile does not count the memory of {' and '.join(names)} on a GPU: in parts longer than those "
             "that it measures, a run can exceed its limit. Give it lengths as long as your parts"
-            + (", or train in bfloat16 or float32" if "float64" in names[0] else ""),
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        ) + (", or train in bfloat16 or float32" if "float64" in names[0] else "")
+        warnings.warn(with_code(text, _UNMEASURED), RuntimeWarning, stacklevel=5)
 
 
 def _mask_bytes(caches: Sequence[torch.Tensor]) -> int:
