@@ -87,6 +87,49 @@ def check_tiny(tiny: nn.Module, layers: int) -> None:
     assert stats_of(compiled)["attention_rewritten"] == layers
 
 
+class Layouts(nn.Module):
+    """Returns hidden states in several orders of their dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyLM(GROUPED["sdpa_enable_gqa"], kv_heads=2, layers=1)
+        self.model.head = nn.Linear(32, 32, bias=False)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        x = self.model(input_ids, position_ids=position_ids).logits
+        rows, columns = input_ids.shape
+        heads = x.view(rows, columns, 4, 8)
+        return x, x.transpose(1, 2), heads, heads.transpose(1, 2), x.permute(2, 0, 1), x.reshape(rows * columns, 32)
+
+
+def layouts(compiled: Any, forest: treefx.Forest) -> list[torch.Tensor]:
+    """The outputs on a forest, each brought to [N, 32]."""
+    with treefx.use(forest):
+        x, turned, heads, in_front, first, flat = compiled(**forest.model_inputs())
+    count = forest.num_tokens
+    merged = in_front.transpose(1, 2).reshape(count, 32)
+    return [x[0], turned[0].T, heads.reshape(count, 32), merged, first[:, 0].T, flat]
+
+
+def test_outputs_in_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forest, of one row and of rows that share all; outputs that are not [1, N, ...] are put in order."""
+    model = Layouts().double()
+    compiled = compile_with(model, inner="eager")
+    for rows in (rollouts(), [[5, 6, 7]], [[5, 6], [5, 6]]):
+        forest = treefx.Forest.from_sequences(rows)
+        alone = [model(torch.tensor([row]), torch.arange(len(row))[None])[0][0] for row in rows]
+        for found in layouts(compiled, forest):
+            for row, expected in enumerate(alone):
+                assert torch.allclose(found[forest.token_of[row]], expected, rtol=0, atol=1e-12)
+    taken_for_plain = property(lambda self: frozenset(self.packed_outputs))
+    monkeypatch.setattr("treefx.passes.analysis.Analysis.plain_outputs", taken_for_plain)
+    with pytest.raises((RuntimeError, AssertionError)):
+        x, *others = layouts(compiled, forest)
+        assert all(torch.equal(x, other) for other in others)
+
+
 def test_gradient_checkpointing() -> None:
     model, rows = double("llama", num_hidden_layers=1), rollouts()
     expected = separate_rows(model, rows, [[1.0] * len(row) for row in rows])
