@@ -226,7 +226,7 @@ class Analysis:
         """
         assert self.tokens is not None
         live = live_nodes(self.gm, checks=False)
-        return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant)
+        return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant, segmented=self.segmented)
 
     @cached_property
     def lookups(self) -> list[Lookup]:

@@ -105,33 +105,43 @@ def chunk_kda(
 
 
 @torch.library.custom_op("treefx_tests::conv_fwd", mutates_args={"out"})
-def _conv_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: bool) -> None:
-    out.copy_(_convolved(x, weight, bias, activation))
+def _conv_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sequences: Tensor | None, out: Tensor, activation: bool
+) -> None:
+    out.copy_(_convolved(x, weight, bias, activation, sequences))
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
-    taps = weight.shape[1]
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool, sequences: Tensor | None = None
+) -> Tensor:
+    """Sequences are numbered [B, T]; tokens of the number -1 are padding, and become 0."""
+    taps, columns = weight.shape[1], x.shape[2]
     padded = F.pad(x, (taps - 1, 0))
-    out = sum(weight[None, :, i, None] * padded[:, :, i : i + x.shape[2]] for i in range(taps))
+    numbers = torch.zeros_like(x[:, 0], dtype=torch.int32) if sequences is None else sequences
+    before = F.pad(numbers, (taps - 1, 0), value=-2)
+    parts = [padded[:, :, i : i + columns] * (before[:, i : i + columns] == numbers)[:, None] for i in range(taps)]
+    out = sum(weight[None, :, i, None] * parts[i] for i in range(taps))
     out = out if bias is None else out + bias[None, :, None]
-    return F.silu(out) if activation else out
+    return (F.silu(out) if activation else out) * (numbers >= 0)[:, None]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sequences: Tensor | None, activation: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.activation, out = activation, torch.empty_like(x)
-        _conv_fwd(x, weight, bias, out, activation)
+        ctx.sequences, ctx.activation, out = sequences, activation, torch.empty_like(x)
+        _conv_fwd(x, weight, bias, sequences, out, activation)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         leaves = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = _convolved(*leaves, ctx.activation)
+            out = _convolved(*leaves, ctx.activation, ctx.sequences)
         found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], grad))
-        return *[None if x is None else next(found) for x in leaves], None
+        return *[None if x is None else next(found) for x in leaves], None, None
 
 
 def causal_conv1d_fn(
@@ -140,21 +150,22 @@ def causal_conv1d_fn(
     activation: str | None = None,
 ) -> Tensor:  # fmt: skip
     """causal-conv1d: an autograd function around a custom operator that writes to its operand, [B, C, T]."""
-    assert seq_idx is None and initial_states is None and not return_final_states
-    assert activation in (None, "silu", "swish")
+    assert initial_states is None and not return_final_states and activation in (None, "silu", "swish")
     CALLS["causal_conv1d_fn"] += 1
-    return _Convolution.apply(x, weight, bias, activation in ("silu", "swish"))
+    return _Convolution.apply(x, weight, bias, seq_idx, activation in ("silu", "swish"))
 
 
 def _ssd_loop(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    first: Tensor | None = None, *, softplus: bool, limit: tuple[float, float],
+    first: Tensor | None = None, *, softplus: bool, limit: tuple[float, float], sequences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if softplus else dt).clamp(*limit)
     B, C = (item.repeat_interleave(x.shape[2] // item.shape[2], 2) for item in (B, C))
     state, out = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[-1]) if first is None else first, []
     for t in range(x.shape[1]):
+        if sequences is not None and t:
+            state = state * (sequences[:, t] == sequences[:, t - 1])[:, None, None, None]
         state = state * (A * dt[:, t]).exp()[..., None, None]
         state = state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
         out.append((state * C[:, t, :, None]).sum(-1) + (0 if D is None else D[:, None] * x[:, t]))
@@ -169,9 +180,9 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
 ) -> Any:  # fmt: skip
     """mamba_ssm: x [B, T, H, P], dt [B, T, H], A [H], B and C [B, T, G, N]."""
-    assert z is None and seq_idx is None and cu_seqlens is None
+    assert z is None and cu_seqlens is None
     CALLS["mamba_chunk_scan_combined"] += 1
-    settings = {"softplus": dt_softplus, "limit": dt_limit}
+    settings = {"softplus": dt_softplus, "limit": dt_limit, "sequences": seq_idx}
     out, final = _Kernel.apply(_ssd_loop, settings, x, dt, A, B, C, D, dt_bias, initial_states)
     return (out, final) if return_final_states else out
 
@@ -184,10 +195,11 @@ def mamba_split_conv1d_scan_combined(
     outproj_bias: Tensor | None = None, headdim: int | None = None, ngroups: int = 1, norm_before_gate: bool = True,
 ) -> Tensor:  # fmt: skip
     """mamba_ssm: the same fused with its convolution, gated norm and projection."""
-    assert initial_states is None and seq_idx is None and not return_final_states and headdim and activation == "silu"
+    assert initial_states is None and not return_final_states and headdim and activation == "silu"
     CALLS["mamba_split_conv1d_scan_combined"] += 1
     settings = {
         "limit": dt_limit, "eps": rmsnorm_eps, "width": headdim, "groups": ngroups, "before": norm_before_gate,
+        "sequences": seq_idx,
     }  # fmt: skip
     tensors = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias)
     return _Kernel.apply(_fused_loop, settings, *tensors)
@@ -196,14 +208,15 @@ def mamba_split_conv1d_scan_combined(
 def _fused_loop(
     zxbcdt: Tensor, weight: Tensor, bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
     norm: Tensor | None, out: Tensor | None, out_bias: Tensor | None, *, limit: tuple[float, float], eps: float,
-    width: int, groups: int, before: bool,
+    width: int, groups: int, before: bool, sequences: Tensor | None,
 ) -> Tensor:  # fmt: skip
     heads, mixed = len(A), len(weight)
     z, xbc, dt = zxbcdt.split([heads * width, mixed, heads], -1)
-    xbc = _convolved(xbc.mT, weight, bias, True).mT
+    xbc = _convolved(xbc.mT, weight, bias, True, sequences).mT
     x, B, C = xbc.split([heads * width, *[(mixed - heads * width) // 2] * 2], -1)
     B, C = (item.unflatten(-1, (groups, -1)) for item in (B, C))
-    y, _ = _ssd_loop(x.unflatten(-1, (heads, width)), dt, A, B, C, D, dt_bias, softplus=True, limit=limit)
+    settings: Any = {"softplus": True, "limit": limit, "sequences": sequences}
+    y, _ = _ssd_loop(x.unflatten(-1, (heads, width)), dt, A, B, C, D, dt_bias, **settings)
     y = y.flatten(2)
     if norm is None:
         y = y * F.silu(z)

@@ -4,11 +4,15 @@
 tree parent. ``treefx::library`` becomes ``LibraryTree`` where the library takes states: its own kernel runs along the
 tree. Else it runs on rows, and the causal law below proves that column t of its result reads columns up to t, so that
 the result is contracted to one value per distinct token.
+
+Sequences that are packed into rows are rows of the tree, where every mixer of the graph starts over at each; their
+convolutions are ``treefx::row_convolution``.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,12 +20,20 @@ from torch import fx
 from treefx.passes.causal.domain import Step
 from treefx.passes.causal.state import State, Unknown
 from treefx.passes.causal.step import law as causal_law
-from treefx.passes.causal.tree_mixers import LibraryTree, Operand, TreeScan
+from treefx.passes.causal.tree_mixers import (
+    LibraryTree,
+    Operand,
+    TreeConvolution,
+    TreeScan,
+    has_channels_by_tokens,
+)
 from treefx.passes.labels import dims as algebra
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, fact_of, shape_of
+from treefx.passes.labels.label_tokens import MEETS_ROWS
 from treefx.passes.labels.laws.base import Call, law
+from treefx.passes.labels.segments import is_of_tokens
 from treefx.passes.trace.library_calls import call_of
 from treefx.passes.trace.library_tree import leveled
 
@@ -33,8 +45,8 @@ _CROSSES = "a recurrence hands its state on from one sequence of a row to the ne
 @law(torch.ops.treefx.row_scan)
 def row_scan(call: Call) -> Fact:
     """A recurrence of token-wise operands takes its state from the tree parent: one tree scan."""
-    constants_of(call.node).segments.leak = _CROSSES
-    given = dict(zip(("q", "k", "v", "g", "step"), call.node.args, strict=True))
+    given = dict(zip(("q", "k", "v", "g", "step", "segments"), call.node.args, strict=False))
+    _stay_inside(call, given.pop("segments", None))
     operands = {role: node for role, node in given.items() if isinstance(node, fx.Node)}
     if not all(call.labelled(node) for node in operands.values()):
         raise NoLaw("a recurrence of values that are not token-wise")
@@ -53,12 +65,15 @@ def row_scan(call: Call) -> Fact:
 @law(torch.ops.treefx.library)
 def library(call: Call) -> Fact:
     """Take a recurrence's state from the tree parent, where the library takes states."""
-    constants_of(call.node).segments.leak = _CROSSES
     known = call_of(str(call.node.args[1]))
+    _stay_inside(call, call.node.args[2])
     how = leveled(known)
     if how is None:
         raise NoLaw("is a library's recurrence that has no form along a tree, so the library's function runs on rows")
     tensors: tuple[fx.Node, ...] = tuple(call.node.args[0])  # type: ignore[arg-type]
+    operands = tensors if known.packing is None else tensors[:-1]
+    if any(fact_of(node).kind is Kind.ROW for node in operands):
+        raise NoLaw(MEETS_ROWS)
     named = known.arguments(tensors)
     for name, node in named.items():
         if not isinstance(node, fx.Node):
@@ -71,7 +86,38 @@ def library(call: Call) -> Fact:
     like = call.dims(named[how.like])
     learned = any(fact_of(node).learned for node in call.operands)
     dims = (like[0], like[1], *map(algebra.coalesce, like[2:]))
-    return Fact(Kind.PACKED, dims, law=LibraryTree(tensors, known.key), learned=learned)
+    return Fact(Kind.PACKED, dims, law=LibraryTree(operands, known.key), learned=learned)
+
+
+@law(torch.ops.treefx.row_convolution)
+def row_convolution(call: Call) -> Fact:
+    """A convolution of packed sequences reads its window through tree parents."""
+    source, weight, bias, segments = call.node.args
+    _stay_inside(call, segments)
+    assert isinstance(source, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))
+    if not call.labelled(source) or not has_channels_by_tokens(call.dims(source)):
+        raise NoLaw("a convolution of values that are not token-wise")
+    if any(fact_of(node).kind is not Kind.INVARIANT for node in (weight, bias) if node is not None):
+        raise NoLaw("a convolution with a filter that is not the same for all tokens")
+    channels, _, taps = (int(size) for size in shape_of(weight))
+    found = TreeConvolution(source, weight, bias, tuple(range(taps - 1, -1, -1)), channels)
+    return Fact(Kind.PACKED, call.dims(source), law=found, learned=True)
+
+
+def _stay_inside(call: Call, segments: Any) -> None:
+    """Note the numbers of packed sequences that a mixer keeps apart; where it keeps none apart, it leaks."""
+    found = constants_of(call.node).segments
+    if not isinstance(segments, fx.Node):
+        found.leak = _CROSSES
+        return
+    if not is_of_tokens(segments):
+        found.leak = "packed sequences whose numbers are not made of the inputs alone"
+        raise NoLaw(found.leak)
+    found.compared[segments] = None
+    if segments.op == "placeholder":
+        found.positive[segments] = None
+    if not found.assumed:
+        raise NoLaw("starts over at each packed sequence of a row, which not all of the graph does at the same tokens")
 
 
 def _check(dims: Dims) -> None:

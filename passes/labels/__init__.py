@@ -5,6 +5,6 @@ In: the ATen graph. Out: a ``Fact`` on every node (``facts``), by one sweep (``l
 
 Order of imports, each only of what stands before an arrow::
 
-    facts, purity, segments -> rows, uniformity, dims, corners, token_inputs -> body, constants -> laws
+    facts, purity -> segments, rows, uniformity, dims, corners, token_inputs -> body, constants -> laws
     -> label_tokens, images -> liveness, index_ranges, column_counts
 """

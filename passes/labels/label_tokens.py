@@ -24,6 +24,7 @@ from treefx.passes.labels.facts import (
     Fact,
     Kind,
     Lifted,
+    ReadsOthers,
     ancestors,
     fact_of,
     set_fact,
@@ -61,7 +62,10 @@ __all__ = [
 
 aten = torch.ops.aten
 _ops = torch.ops.treefx
-_ASKS_ITSELF = {_ops.attention.default, _ops.flash.default, _ops.segments.default, aten.masked_scatter.default}
+_ASKS_ITSELF = {
+    _ops.attention.default, _ops.flash.default, _ops.segments.default, _ops.library.default,
+    aten.masked_scatter.default,
+}  # fmt: skip
 """Their laws say which of their operands may be computed per row."""
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 """Their operand gives a dtype and a device, not values."""
@@ -253,7 +257,8 @@ class _Labeller:
             raise NoLaw("meets a value given per row")
 
     def _identify(self, call: Call, fact: Fact) -> None:
-        for node in call.operands:
+        is_mixer = isinstance(fact.law, ReadsOthers) and not isinstance(fact.law, Lifted)
+        for node in fact.law.reads() if is_mixer else call.operands:
             if fact_of(node).kind is Kind.PREFIX:
                 self.identity |= self.sources[node]
         if isinstance(fact.law, Lifted):

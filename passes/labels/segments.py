@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
-__all__ = ["Segments"]
+from treefx.passes.labels.facts import Axis, Kind, fact_of
+
+__all__ = ["Segments", "is_of_tokens"]
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Segments:
         compared: Integers [B, T] that keep a query from the keys of another segment.
         counting: Integers [B, T] that count up by one inside of each segment.
         begins: Those of ``compared`` that are the column where the segment begins: parts of the caller's masks.
+        positive: Those of ``compared`` that say so by numbers from 0 on; others mean padding to libraries.
         leak: Why an attention is not proved to stay inside; one such, and there are no segments.
     """
 
@@ -35,6 +39,7 @@ class Segments:
     compared: dict[fx.Node, None] = field(default_factory=dict)
     counting: dict[fx.Node, None] = field(default_factory=dict)
     begins: dict[fx.Node, None] = field(default_factory=dict)
+    positive: dict[fx.Node, None] = field(default_factory=dict)
     leak: str | None = None
 
     @property
@@ -46,3 +51,11 @@ class Segments:
     def hold(self) -> bool:
         """Whether every attention is proved to stay inside of segments."""
         return bool(self.compared) and self.leak is None
+
+
+def is_of_tokens(node: fx.Node) -> bool:
+    """Return whether a value is an integer per token, made of inputs alone."""
+    value = node.meta["val"]
+    whole = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+    axes = [[factor.axis for factor in dim] for dim in fact_of(node).dims or ()]
+    return whole and fact_of(node).kind is Kind.PREFIX and axes == [[Axis.ROW], [Axis.TOKEN]]

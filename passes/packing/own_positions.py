@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import mixes
-from treefx.passes.labels.facts import ALONG_ROWS, Kind, fact_of, shape_of
+from treefx.passes.labels.facts import ALONG_ROWS, Kind, ReadsOthers, fact_of, shape_of
 from treefx.passes.labels.laws.base import reads_columns
 from treefx.passes.labels.purity import impurity
 from treefx.passes.labels.token_inputs import Tokens
@@ -39,6 +39,8 @@ def find_own_positions(
     attentions: Sequence[Attention],
     live: Collection[fx.Node],
     redundant: Collection[Expr] = (),
+    *,
+    segmented: bool = False,
 ) -> list[fx.Node] | None:
     """The values [B, T] that tell tokens apart where rows may start in different columns.
 
@@ -48,12 +50,13 @@ def find_own_positions(
         attentions: Its lifted attentions.
         live: The nodes that an output reads.
         redundant: Conditions that all tokens of a call meet, and that are therefore dropped.
+        segmented: Whether every mixer is proved to stay inside of packed sequences.
 
     Returns:
         Functions of the inputs in the order of the graph, to be compared by value (sharing of calls of one step is
         counted by values in this order); None where tokens are only known by their column.
     """
-    if mixes(gm):  # convolutions and recurrences read padding before the row
+    if mixes(gm) and not segmented:  # convolutions and recurrences read padding before the row
         return None
     search = _Search(tokens)
     try:
@@ -77,11 +80,12 @@ class _Search:
 
     def check_packed(self, node: fx.Node) -> None:
         """Check an operator that runs once per token: its reads of inputs and constants."""
-        if isinstance(fact_of(node).law, Attention):  # its expressions say more
+        law = fact_of(node).law
+        if isinstance(law, Attention):  # its expressions say more
             return
-        if reads_columns(node) or isinstance(fact_of(node).law, Choice):
+        if reads_columns(node) or isinstance(law, Choice):
             raise _ByColumn
-        for operand in _tensors(node.all_input_nodes):
+        for operand in _tensors(law.reads() if isinstance(law, ReadsOthers) else node.all_input_nodes):
             if fact_of(operand).kind is Kind.PREFIX:
                 self.check_prefix(operand)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, walk
-from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind, fact_of
+from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind
 from treefx.passes.labels.label_tokens import Improve, Sources
 from treefx.passes.labels.purity import impurity
-from treefx.passes.labels.segments import Segments
+from treefx.passes.labels.segments import Segments, is_of_tokens
 from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.scores.score_algebra import as_loaded
 
@@ -54,17 +53,9 @@ def _compared(expr: Expr) -> fx.Node | None:
         return None
     (_, left, *at_left), (_, right, *at_right) = sides
     found: fx.Node = left
-    return found if left is right and {*at_left, *at_right} == {("cq",), ("ck",)} and _is_of_tokens(left) else None
+    return found if left is right and {*at_left, *at_right} == {("cq",), ("ck",)} and is_of_tokens(left) else None
 
 
 def _loads(score: Expr, column: str) -> Iterator[fx.Node]:
     found = (item for item in walk(score) if item[0] == "load" and item[2:] == ((column,),))
-    return (item[1] for item in found if _is_of_tokens(item[1]))
-
-
-def _is_of_tokens(node: fx.Node) -> bool:
-    """Whether a value is an integer per token, made of inputs alone."""
-    value = node.meta["val"]
-    whole = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
-    axes = [[factor.axis for factor in dim] for dim in fact_of(node).dims or ()]
-    return whole and fact_of(node).kind is Kind.PREFIX and axes == [[Axis.ROW], [Axis.TOKEN]]
+    return (item[1] for item in found if is_of_tokens(item[1]))

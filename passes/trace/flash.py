@@ -23,10 +23,11 @@ from torch import Tensor, fx
 
 from treefx.kernels.common import owned
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
+from treefx.passes.trace.library_calls import call_of, is_library_call
 
 __all__ = [
     "FlashCall", "autograd_recorded", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash",
-    "read_equal_once", "register_kernel", "segments",
+    "number_segments", "read_equal_once", "register_kernel", "segments",
 ]  # fmt: skip
 
 Kernel = Callable[..., Tensor]
@@ -154,8 +155,12 @@ def is_flash(target: Any) -> bool:
 
 def has_flash(gm: fx.GraphModule) -> bool:
     """Whether a graph of Dynamo, or a body inside of it, calls ``treefx::flash``."""
+    return _calls(gm, is_flash)
+
+
+def _calls(gm: fx.GraphModule, is_one: Callable[[Any], bool]) -> bool:
     bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return any(is_flash(node.target) for body in bodies for node in body.graph.nodes)
+    return any(is_one(node.target) for body in bodies for node in body.graph.nodes)
 
 
 _OF_LENGTHS = {torch.cumsum, torch._C._nn.pad, torch.cat, "cumsum", "to", "int", "long"}
@@ -167,7 +172,7 @@ def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
 
     Either ends themselves, or one input of lengths, of which the graph makes the ends.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder") if has_flash(gm) else []
+    placeholders = gm.graph.find_nodes(op="placeholder") if _calls(gm, is_flash) or _calls(gm, is_library_call) else []
     given = [(node, node.meta.get("example_value")) for node in placeholders]
     lists = [node for node, x in given if isinstance(x, Tensor) and x.dim() == 1]
     ends = {node for node in lists if _says_ends(node)}
@@ -177,7 +182,13 @@ def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _says_ends(node: fx.Node) -> bool:
     found = list(_readers(node))
-    return bool(found) and all(is_flash(reader.target) and value in reader.args[5:7] for value, reader in found)
+    return bool(found) and all(_reads_ends(reader, value) for value, reader in found)
+
+
+def _reads_ends(reader: fx.Node, value: fx.Node) -> bool:
+    if is_library_call(reader.target):
+        return call_of(str(reader.args[1])).ends_among(reader.args[0]) is value
+    return is_flash(reader.target) and value in reader.args[5:7]
 
 
 def _says_lengths(node: fx.Node) -> bool:
@@ -207,14 +218,28 @@ def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tens
         call: In a graph of Dynamo.
         known: By the values that tell segments, these and the segments; the layers of a model share them.
     """
-    tells = call.positions if call.query_ends is None else call.query_ends
-    if tells is not None:
-        if id(tells) not in known:
-            positions = call.positions if call.query_ends is None else None
-            known[id(tells)] = tells, segments(positions, call.query_ends, call.query.shape[2])
-        call = call._replace(segments=known[id(tells)][1])
+    if call.query_ends is not None or call.positions is not None:
+        positions = call.positions if call.query_ends is None else None
+        call = call._replace(segments=number_segments(known, positions, call.query_ends, call.query.shape[2]))
     out: Tensor = flash(*call)
     return out if call.mask is None else out * call.mask.to(out.dtype)[:, None, :, None]
+
+
+def number_segments(
+    known: dict[int, tuple[Tensor, Tensor]], positions: Tensor | None, ends: Tensor | None, columns: int
+) -> Tensor:
+    """``treefx::segments``, once for all calls of a graph with the same positions or ends.
+
+    Args:
+        known: by the values that tell segments, these and the segments; the layers of a model share them.
+        positions: of tokens; None where there are ends.
+        ends: of segments.
+        columns: of the row.
+    """
+    tells: Any = positions if ends is None else ends
+    if id(tells) not in known:
+        known[id(tells)] = tells, segments(positions, ends, columns)
+    return known[id(tells)][1]
 
 
 def read_equal_once(gm: fx.GraphModule, equal: Sequence[tuple[int, int]]) -> None:

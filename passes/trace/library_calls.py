@@ -12,7 +12,8 @@ without such a form    runs the library's function on rows; a causal law proves 
                        per distinct token
 =====================  ==========================================================================================
 
-Each form equals transformers' own PyTorch body of the function, for any number of tokens.
+Each form equals transformers' own PyTorch body of the function, for any number of tokens. Where sequences are packed
+into one row, the library starts over at each; so do ``treefx::row_scan`` and ``treefx::row_convolution``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +33,11 @@ from torch import Tensor, fx
 
 from treefx.kernels.common import autograd_enabled, owned
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
-from treefx.kernels.recurrence import row_scan as _row_scan  # noqa: F401  (registers the operator)
+from treefx.kernels.recurrence.row_scan import row_convolution, row_scan
 
 __all__ = [
-    "KINDS", "Arguments", "Given", "Kind", "LibraryCall", "Scan", "call_of", "hold_calls", "is_library_call", "library",
-    "read_call", "register_call", "steps_of", "unfused",
+    "KINDS", "PACKING", "Arguments", "Given", "Kind", "LibraryCall", "Scan", "call_of", "hold_calls", "is_library_call",
+    "library", "read_call", "register_call", "steps_of", "unfused",
 ]  # fmt: skip
 
 
@@ -50,14 +52,15 @@ class Kind:
 
     Attributes:
         result: an empty result of a call, by the arguments.
-        read: the call in operators that passes know, a recurrence by a ``Scan``; None where there is no such form.
+        read: the call in operators that passes know, a recurrence by a ``Scan``, a convolution of packed sequences by
+            their numbers; None where there is no such form.
         tokens: the dimension of tokens in the result.
         tokens_of_operands: the same in all operands that have tokens.
         pair: whether the function returns its last state as well, or None in its place.
     """
 
     result: Callable[[Arguments], Tensor]
-    read: Callable[[Arguments, Scan], Tensor] | None
+    read: Callable[[Arguments, Scan, Tensor | None], Tensor] | None
     tokens: int = 1
     tokens_of_operands: int = 1
     pair: bool = False
@@ -81,6 +84,8 @@ class LibraryCall:
         positional: arguments by position: ``Given``, or a value.
         named: arguments by name, likewise.
         takes: the names of all arguments that the library's function has.
+        packing: name and tensor of the argument that separates packed sequences (``PACKING``): the last tensor. The
+            library alone gets it: its PyTorch body has none, and a tree needs none.
         inner: of a function that fuses a recurrence with other operators, the call of the recurrence alone.
     """
 
@@ -91,6 +96,7 @@ class LibraryCall:
     positional: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
     takes: frozenset[str] = frozenset()
+    packing: tuple[str, Given] | None = None
     inner: LibraryCall | None = None
 
     @property
@@ -101,7 +107,7 @@ class LibraryCall:
     @property
     def key(self) -> str:
         """Return the same key in every process for the same call of the same package."""
-        return f"{self.library}{self.positional}{self.named} by {self.body.__module__}"
+        return f"{self.library}{self.positional}{self.named}{self.packing} by {self.body.__module__}"
 
     def arguments(self, tensors: Sequence[Any]) -> dict[str, Any]:
         """The arguments by the names that the PyTorch body has for them."""
@@ -111,6 +117,8 @@ class LibraryCall:
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """Call the library."""
         args, kwargs = self.filled(tensors)
+        if self.packing is not None:
+            kwargs[self.packing[0]] = tensors[self.packing[1].number]
         found = self.function(*args, **kwargs)
         result: Tensor = found[0] if isinstance(found, tuple | list) else found
         return result
@@ -122,6 +130,16 @@ class LibraryCall:
             return tensors[item.number] if isinstance(item, Given) else item
 
         return [value(item) for item in self.positional], {name: value(item) for name, item in self.named}
+
+    def ends_among(self, tensors: Any) -> Any:
+        """The one of the call's tensors that says where packed sequences end; None where none does."""
+        is_ends = self.packing is not None and self.packing[0] == "cu_seqlens"
+        return tensors[self.packing[1].number] if is_ends and self.packing is not None else None
+
+    def numbers_among(self, tensors: Any) -> Any:
+        """The one that numbers packed sequences, int [B, T]; None where none does."""
+        is_numbers = self.packing is not None and self.packing[0] == "seq_idx"
+        return tensors[self.packing[1].number] if is_numbers and self.packing is not None else None
 
 
 _CALLS: weakref.WeakValueDictionary[str, LibraryCall] = weakref.WeakValueDictionary()
@@ -145,13 +163,13 @@ def hold_calls(gm: fx.GraphModule) -> None:
 
 
 @torch.library.custom_op("treefx::library", mutates_args=(), tags=NOT_CAPTURED)
-def library(tensors: list[Tensor], key: str) -> Tensor:
-    """The result of a ``LibraryCall`` on rows."""
+def library(tensors: list[Tensor], key: str, segments: Tensor | None) -> Tensor:
+    """The result of a ``LibraryCall`` on rows; ``segments`` [B, T] is for proofs alone."""
     return owned(_CALLS[key].run(tensors))
 
 
 @library.register_fake
-def _(tensors: list[Tensor], key: str) -> Tensor:
+def _(tensors: list[Tensor], key: str, segments: Tensor | None) -> Tensor:
     call = _CALLS[key]
     return call.kind.result(call.arguments(tensors))
 
@@ -180,7 +198,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
     found = iter(torch.ops.treefx.library_backward(grad, tensors, ctx.key))
-    return [next(found) if x.is_floating_point() else None for x in tensors], None
+    return [next(found) if x.is_floating_point() else None for x in tensors], None, None
 
 
 library.register_autograd(_backward, setup_context=_setup_context)
@@ -198,13 +216,23 @@ def call_of(key: str) -> LibraryCall:
     return _CALLS[key]
 
 
-def read_call(tensors: Sequence[Tensor], key: str) -> Tensor:
-    """The result of a call as passes read it."""
+def read_call(tensors: Sequence[Tensor], key: str, segments: Tensor | None = None) -> Tensor:
+    """The result of a call as passes read it.
+
+    Args:
+        tensors: of the call.
+        key: of the call.
+        segments: numbers of packed sequences [B, T], where it has some.
+    """
     call = _CALLS[key]
     if call.kind.read is None:
-        result: Tensor = torch.ops.treefx.library(list(tensors), key)
+        result: Tensor = torch.ops.treefx.library(list(tensors), key, segments)
         return result
-    return call.kind.read(call.arguments(tensors), torch.ops.treefx.row_scan)
+    return call.kind.read(call.arguments(tensors), partial(_scan, segments), segments)
+
+
+def _scan(segments: Tensor | None, *given: Tensor | None) -> Tensor:
+    return row_scan(*given, segments)  # type: ignore[no-any-return]
 
 
 # Semantics of functions
@@ -229,18 +257,24 @@ def _fused(given: Arguments) -> Tensor:
     return tokens.new_empty(*tokens.shape[:2], width)
 
 
-def _convolution(given: Arguments, scan: Scan) -> Tensor:
+def _convolution(given: Arguments, scan: Scan, segments: Tensor | None) -> Tensor:
     """``causal_conv1d_fn``: hidden_states [B, C, T], weight [C, K], bias [C] -> [B, C, T]."""
-    return _convolved(given["hidden_states"], given["weight"], given.get("bias"), given.get("activation"))
+    return _convolved(given["hidden_states"], given["weight"], given.get("bias"), given.get("activation"), segments)
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, segments: Tensor | None
+) -> Tensor:
     channels, taps = weight.shape
-    out = F.conv1d(x.to(weight.dtype), weight[:, None], bias, padding=taps - 1, groups=channels)[:, :, : x.shape[2]]
+    wide = x.to(weight.dtype)
+    if segments is None:
+        out = F.conv1d(wide, weight[:, None], bias, padding=taps - 1, groups=channels)[:, :, : x.shape[2]]
+    else:
+        out = row_convolution(wide, weight[:, None], bias, segments)
     return (F.silu(out) if activation in _SILU else out).to(x.dtype)
 
 
-def _delta_rule(given: Arguments, scan: Scan) -> Tensor:
+def _delta_rule(given: Arguments, scan: Scan, segments: Tensor | None = None) -> Tensor:
     """Compute ``chunk_gated_delta_rule``.
 
     query, key [B, T, G, D], value [B, T, H, E], g, beta [B, T, H] -> [B, T, H, E].
@@ -254,7 +288,7 @@ def _delta_rule(given: Arguments, scan: Scan) -> Tensor:
     return out.to(given["value"].dtype)
 
 
-def _state_space(given: Arguments, scan: Scan) -> Tensor:
+def _state_space(given: Arguments, scan: Scan, segments: Tensor | None = None) -> Tensor:
     """Compute ``mamba_chunk_scan_combined``.
 
     x [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N] -> [B, T, H, P].
@@ -280,12 +314,12 @@ def steps_of(given: Arguments) -> Tensor:
     return dt.clamp(low, high)
 
 
-def _fused_state_space(given: Arguments, scan: Scan) -> Tensor:
+def _fused_state_space(given: Arguments, scan: Scan, segments: Tensor | None) -> Tensor:
     """``mamba_split_conv1d_scan_combined`` in operators."""
-    return unfused(given, lambda of_scan: _state_space(of_scan, scan))
+    return unfused(given, lambda of_scan: _state_space(of_scan, scan), segments)
 
 
-def unfused(given: Arguments, state_space: Callable[[Arguments], Tensor]) -> Tensor:
+def unfused(given: Arguments, state_space: Callable[[Arguments], Tensor], segments: Tensor | None = None) -> Tensor:
     """Compute ``mamba_split_conv1d_scan_combined`` of zxbcdt [B, T, ...].
 
     Convolution, scan, gated norm and projection.
@@ -300,9 +334,9 @@ def unfused(given: Arguments, state_space: Callable[[Arguments], Tensor]) -> Ten
     inner = heads * width
     mixed = given["conv1d_weight"].shape[0]
     z, xbc, dt = torch.split(tokens, [inner, mixed, heads], -1)
-    xbc = _convolved(
-        xbc.transpose(1, 2), given["conv1d_weight"], given["conv1d_bias"], given.get("activation", "silu")
-    ).transpose(1, 2)
+    activation = given.get("activation", "silu")
+    xbc = _convolved(xbc.transpose(1, 2), given["conv1d_weight"], given["conv1d_bias"], activation, segments)
+    xbc = xbc.transpose(1, 2)
     states = (mixed - inner) // 2
     x, b, c = torch.split(xbc, [inner, states, states], -1)
     of_scan = {name: given[name] for name in ("A", "D", "dt_bias", "dt_limit") if name in given}
@@ -328,6 +362,9 @@ def _gated(x: Tensor, z: Tensor, given: Arguments, groups: int) -> Tensor:
 
 
 _SILU = ("silu", "swish")
+
+PACKING = ("seq_idx", "cu_seqlens")
+"""Arguments that separate packed sequences: the number of each token's, int [B, T], or their ends in one row."""
 
 KINDS = {
     "causal_conv1d_fn": Kind(_like("hidden_states"), _convolution, tokens=2, tokens_of_operands=2),

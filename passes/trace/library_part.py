@@ -81,7 +81,7 @@ def _along_part(
             leaving.append(left)
             return found[None]
 
-        out = read(call.arguments(tensors), scan)
+        out = read(call.arguments(tensors), scan, None)
         return out, leaving[0]
 
 

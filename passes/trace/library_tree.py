@@ -29,6 +29,7 @@ from treefx.kernels.common import autograd_enabled, owned
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.recurrence.tree_levels import Level, Step, find_levels, levels_cost_less, run_levels
 from treefx.kernels.recurrence.tree_scan import CHUNK, tree_delta_rule, tree_ssd
+from treefx.passes.trace.flash import number_segments
 from treefx.passes.trace.library_calls import (
     Arguments,
     Given,
@@ -129,25 +130,43 @@ def leveled(call: LibraryCall) -> Leveled | None:
     return found if found is not None and found.needs <= call.takes else None
 
 
-def call_library(tensors: Sequence[Tensor], key: str) -> Tensor:
-    """Return the result of a call for passes: whole where it runs by level, else operators."""
+def call_library(tensors: Sequence[Tensor], key: str, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the result of a call for passes: whole where it runs by level, else operators.
+
+    Args:
+        tensors: of the call.
+        key: of the call.
+        known: segments of the graph, as ``number_segments`` takes them.
+    """
     call = call_of(key)
+    segments = _segments_of(call, tensors, known)
     is_kept = call.kind.read is None or tensors[0].device.type in _KEPT_WHOLE
     if is_kept and leveled(call) is not None:
-        result: Tensor = torch.ops.treefx.library(list(tensors), key)
+        result: Tensor = torch.ops.treefx.library(list(tensors), key, segments)
         return result
     if is_kept and call.inner is not None and leveled(call.inner) is not None:
-        return unfused(call.arguments(tensors), partial(_state_space, call.inner.key))
-    return read_call(tensors, key)
+        return unfused(call.arguments(tensors), partial(_state_space, call.inner.key, segments), segments)
+    return read_call(tensors, key, segments)
 
 
-def find_inner(name: str, implementation: Any, given: Mapping[str, Any]) -> LibraryCall | None:
+def _segments_of(call: LibraryCall, tensors: Sequence[Tensor], known: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """The numbers of packed sequences [B, T]; None where a call has none."""
+    ends = call.ends_among(tensors)
+    if ends is None:
+        return call.numbers_among(tensors)
+    return number_segments(known, None, ends, call.kind.result(call.arguments(tensors)).shape[call.kind.tokens])
+
+
+def find_inner(
+    name: str, implementation: Any, given: Mapping[str, Any], *, is_packed: bool = False
+) -> LibraryCall | None:
     """Return the call of the recurrence alone, of a function that fuses it with others.
 
     Args:
         name: of the fused function.
         implementation: the library's.
         given: its arguments by name, tensors as ``Given``.
+        is_packed: whether it gets ``seq_idx``.
     """
     function = getattr(inspect.getmodule(implementation), _STATE_SPACE, None)
     if name != "mamba_split_conv1d_scan_combined" or function is None:
@@ -159,6 +178,7 @@ def find_inner(name: str, implementation: Any, given: Mapping[str, Any]) -> Libr
         _STATE_SPACE, function, f"{function.__module__}.{_STATE_SPACE}", _state_space_arguments,
         (*map(Given, range(5)), given["chunk_size"]), (*named, *fixed, ("dt_softplus", True)),
         frozenset(inspect.signature(function).parameters),
+        ("seq_idx", Given(5 + len(present))) if is_packed else None,
     )  # fmt: skip
 
 
@@ -169,9 +189,9 @@ def _state_space_arguments(
     """Names of arguments, for ``inspect.signature``."""
 
 
-def _state_space(key: str, given: Arguments) -> Tensor:
-    tensors = [given.get(name) for name in ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias")]
-    result: Tensor = torch.ops.treefx.library([x for x in tensors if x is not None], key)
+def _state_space(key: str, segments: Tensor | None, given: Arguments) -> Tensor:
+    tensors = [*(given.get(name) for name in ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias")), segments]
+    result: Tensor = torch.ops.treefx.library([x for x in tensors if x is not None], key, segments)
     return result
 
 
@@ -202,7 +222,7 @@ def _along_tree(call: LibraryCall, tensors: Sequence[Tensor], subtree_end: Tenso
     with torch.autocast(tensors[0].device.type, enabled=False):  # dtypes are settled outside
         read = call.kind.read
         if read is not None and not levels_cost_less(levels, subtree_end, CHUNK, padded=how.padded):
-            return read(call.arguments(tensors), partial(_tree_scan, subtree_end))
+            return read(call.arguments(tensors), partial(_tree_scan, subtree_end), None)
         return run_levels(*step_of(call, how, tensors), levels)
 
 

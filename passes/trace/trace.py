@@ -190,7 +190,7 @@ class _ForwardTracer(fx.Interpreter):
         if is_flash(target):
             return call_flash(FlashCall(*args), self.segments)
         if is_library_call(target):
-            return call_library(*args)
+            return call_library(args[0], args[1], self.segments)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:

@@ -221,14 +221,27 @@ def test_over_ranks(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: 
             assert torch.equal(op(x, dim, 1, alone), x)
 
 
+SEQUENCES = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 1, 1, 1]])
+
+
 @each_with("delta", True, False)
 def test_row_scan(lay: Callable[[Tensor], Tensor], delta: bool) -> None:
     q, k, v = (lay(torch.randn(2, 5, heads, 3, dtype=torch.float64)) for heads in (1, 1, 2))
     g, step = (lay(torch.rand(2, 5, 2, dtype=torch.float64)) for _ in range(2))
     given = (*map(leaf, (q, k, v, -g)), leaf(step) if delta else None)
-    opcheck(_ops.row_scan.default, given)
     grad = lay(torch.randn(2, 5, 2, 3, dtype=torch.float64))
-    opcheck(_ops.row_scan_backward.default, (grad, q, k, v, -g, step if delta else None))
+    for segments in (None, SEQUENCES):
+        opcheck(_ops.row_scan.default, (*given, segments))
+        opcheck(_ops.row_scan_backward.default, (grad, q, k, v, -g, step if delta else None, segments))
+
+
+@each_with("biased", True, False)
+def test_row_convolution(lay: Callable[[Tensor], Tensor], biased: bool) -> None:
+    x, weight = (lay(torch.randn(shape, dtype=torch.float64)) for shape in ((2, 4, 5), (4, 1, 3)))
+    bias = torch.randn(4, dtype=torch.float64) if biased else None
+    opcheck(_ops.row_convolution.default, (leaf(x), leaf(weight), None if bias is None else leaf(bias), SEQUENCES))
+    grad = lay(torch.randn(2, 4, 5, dtype=torch.float64))
+    opcheck(_ops.row_convolution_backward.default, (grad, x, weight, bias, SEQUENCES))
 
 
 def test_library(lay: Callable[[Tensor], Tensor]) -> None:
@@ -239,7 +252,7 @@ def test_library(lay: Callable[[Tensor], Tensor]) -> None:
     call = library_calls.LibraryCall("causal_conv1d_fn", twice, "tests.twice", twice, given, (("activation", "silu"),))
     held = library_calls.register_call(call)
     tensors = [lay(torch.randn(2, 4, 6)), lay(torch.randn(4, 3))]
-    opcheck(_ops.library.default, ([leaf(x) for x in tensors], held.key))
+    opcheck(_ops.library.default, ([leaf(x) for x in tensors], held.key, None))
     opcheck(_ops.library_backward.default, (lay(torch.randn(2, 4, 6)), tensors, held.key))
 
 
@@ -289,7 +302,8 @@ def test_every_operator_has_its_check() -> None:
         "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "library",
         "library_backward", "library_part", "library_part_backward", "library_tree", "library_tree_backward",
         "own_piece", "own_products", "own_products_backward", "part_scan", "part_scan_backward", "pick", "restore",
-        "restore_pick", "restore_surprise", "row_scan", "row_scan_backward", "same_on_ranks", "segments",
+        "restore_pick", "restore_surprise", "row_convolution", "row_convolution_backward", "row_scan",
+        "row_scan_backward", "same_on_ranks", "segments",
         "sum_over_ranks", "surprise", "token_module", "token_module_backward", "tower", "tree_attention",
         "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip

@@ -15,7 +15,8 @@ def find_starts(analysis: Analysis, grid: Grid) -> Tensor | None:
     """Return the starts of segments, bool [B, T]; None if rows are single segments or none.
 
     All values that masks compare must change at the same places and never return to an earlier value (and be the column
-    of that place where the caller's mask gives them), and those that they count by must go up by one elsewhere.
+    of that place where the caller's mask gives them), and those that they count by must go up by one elsewhere. A
+    library's numbers are 0 or more.
 
     Args:
         analysis: One that takes rows to be packed.
@@ -28,6 +29,8 @@ def find_starts(analysis: Analysis, grid: Grid) -> Tensor | None:
         return None
     starts = torch.nn.functional.pad(changes, (1, 0), value=True)
     if any(_comes_again(x, changes) for x in compared):
+        return None
+    if any(bool((grid.value(node) < 0).any()) for node in segments.positive):
         return None
     if not all(_begins(grid.value(node), starts) for node in segments.begins):
         return None

@@ -6,22 +6,25 @@ The libraries are stand-ins (``tests.libraries``) with their names, signatures a
 import copy
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig
+from transformers import AutoConfig, DataCollatorWithFlattening
 
 import treefx
+from tests.backend.life.test_packed_lengths import drawn
+from tests.backend.packed import AGENTS, Packed, loss_inside, pack, trie_size
 from tests.backend.support import compile_with
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.libraries import CALLS, double_with_libraries
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
 from treefx.kernels.recurrence import tree_scan as kernel
 from treefx.passes.causal import tree_mixers
+from treefx.passes.packing import emit_scans
 
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -173,9 +176,106 @@ def says_that_it_exports() -> bool:
 calls_libraries = pytest.mark.skipif(says_that_it_exports(), reason="transformers calls no library under this PyTorch")
 
 
+# Sequences packed into one row ----------------------------------------------------------------------------------------
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1], **DELTA}
+PACKED: dict[str, dict[str, Any]] = {
+    "qwen3_next": HYBRID, **{name: MODELS[name] for name in ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1")},
+}  # fmt: skip
+
+
+@functools.cache
+def model_of_packed(name: str) -> nn.Module:
+    return double_with_libraries(name, num_hidden_layers=len(PACKED[name].get("layer_types", [0])), **PACKED[name])
+
+
+def flattened(rows: Sequence[Sequence[int]]) -> tuple[Packed, dict[str, Any]]:
+    """A row of sequences as transformers' collator makes it, with ends and numbers of sequences."""
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = dict(collate([{"input_ids": list(row), "labels": list(row)} for row in rows]))
+    given = [batch.pop(name) for name in ("input_ids", "position_ids", "labels")]
+    return Packed(*given, tuple(map(tuple, rows))), batch
+
+
+def packed_step(model: nn.Module, compiled: Any, packed: Packed, **more: Any) -> dict[str, Any]:
+    """Statistics of an exact call with packed sequences."""
+    step = loss_inside(packed, **more)
+    expected = outcome(model, lambda: step(model))
+    CALLS.clear()
+    assert_close(outcome(model, lambda: step(compiled)), expected, FLOAT64)
+    return stats_of(compiled)
+
+
+@calls_libraries
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name: str) -> None:
+    model = copy.deepcopy(model_of_packed(name))
+    compiled = compile_with(model, inner="eager")
+    for rows in (AGENTS, drawn(1, 4), drawn(2, 7)):
+        packed, more = flattened(rows)
+        stats = packed_step(model, compiled, packed, **more)
+        assert (stats["ran"], stats["fallback"], stats["expansions"]) == ("packed", None, [])
+        assert stats["tokens"] <= trie_size(packed) < stats["raw_tokens"] and CALLS == {}
+    assert stats["compiles"] <= 2
+
+
+@calls_libraries
+def test_packed_sequences_through_inductor() -> None:
+    model = copy.deepcopy(model_of_packed("lfm2"))
+    packed, more = flattened(AGENTS)
+    assert packed_step(model, compile_with(model, inner="inductor"), packed, **more)["ran"] == "packed"
+
+
+@calls_libraries
+def test_packed_sequences_in_several_rows() -> None:
+    model = copy.deepcopy(model_of_packed("lfm2"))
+    packed = pack(AGENTS[:4], AGENTS[1:])
+    numbers = (packed.position_ids == 0).cumsum(1).int() - 1
+    stats = packed_step(model, compile_with(model, inner="eager"), packed, seq_idx=numbers)
+    assert stats["ran"] == "packed" and stats["tokens"] <= trie_size(packed)
+
+
+@calls_libraries
+@pytest.mark.parametrize("numbers", ["comes again", "padding", "elsewhere"])
+def test_numbers_of_other_sequences_run_on_rows(numbers: str) -> None:
+    """The library takes them; what it does then is on the row alone."""
+    model = copy.deepcopy(model_of_packed("qwen3_next"))
+    packed, more = flattened(AGENTS)
+    index = more["seq_idx"]
+    if numbers == "comes again":
+        index = index % 3
+    elif numbers == "padding":
+        index = torch.where(index == 5, -1, index)
+    else:
+        index = (torch.arange(index.shape[1])[None] // 4).to(index.dtype)
+    stats = packed_step(model, compile_with(model, inner="eager"), packed, **{**more, "seq_idx": index})
+    assert stats["ran"] == "ordinary" and CALLS == {"causal_conv1d_fn": 2, "chunk_gated_delta_rule": 2}
+
+
+@calls_libraries
+def test_a_mixer_that_runs_over_sequences_keeps_rows() -> None:
+    """transformers gives KDA no ends; its convolution starts over at each sequence."""
+    model = copy.deepcopy(model_of("kimi_linear"))
+    packed, more = flattened(AGENTS)
+    compiled = compile_with(model, inner="eager", on_unsupported="expand")
+    with pytest.warns(treefx.SharingWarning, match="not all of the graph does at the same tokens"):
+        stats = packed_step(model, compiled, packed, **more)
+    assert stats["ran"] == "ordinary"
+
+
+@calls_libraries
+def test_parents_by_the_column_of_a_packed_row_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emit_scans, "_depths", lambda packer: packer.metadata.column)
+    model = copy.deepcopy(model_of_packed("lfm2"))
+    packed, more = flattened(AGENTS)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        packed_step(model, compile_with(model, inner="eager"), packed, **more)
+
+
 @calls_libraries
 @pytest.mark.parametrize("asked", [{"initial_state": torch.ones(2, 1, 2, 2)}, {"cu_seqlens": torch.tensor([0, 2, 5])}])
-def test_calls_with_states_or_sequences_are_left_to_dynamo(asked: dict[str, Tensor]) -> None:
+def test_calls_with_states_or_sequences_are_exact(asked: dict[str, Tensor]) -> None:
     function = vars(sys.modules[type(model_of("qwen3_next")).__module__])["torch_chunk_gated_delta_rule"]
     x = torch.rand(1 if "cu_seqlens" in asked else 2, 5, 1, 2)
 

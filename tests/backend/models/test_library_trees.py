@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.models.test_libraries import BATCH, check, model_of
+from tests.backend.models.test_libraries import (
+    BATCH,
+    calls_libraries,
+    check,
+    flattened,
+    model_of,
+    model_of_packed,
+    packed_step,
+)
+from tests.backend.packed import AGENTS, trie_size
 from tests.backend.support import compile_with
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.libraries import CALLS
@@ -74,6 +83,17 @@ def test_lengths_and_paddings_through_one_compilation(name: str, monkeypatch: py
         stats = check(model, compiled, batch)
         assert stats["ran"] == "packed" and stats["expansions"] == []
         assert CALLS == {FUNCTIONS[name]: sum(levels)} and len(levels) == 2, "once forward, once backward"
+
+
+@calls_libraries
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_packed_sequences(name: str) -> None:
+    """Three levels: the prompt, its turns, and what follows them; nothing else is told of ends or numbers."""
+    model = copy.deepcopy(model_of_packed(name))
+    packed, more = flattened(AGENTS)
+    stats = packed_step(model, compile_with(model, inner="eager"), packed, **more)
+    assert stats["ran"] == "packed" and stats["expansions"] == [] and stats["tokens"] <= trie_size(packed)
+    assert set(CALLS) == {FUNCTIONS[name]} and CALLS[FUNCTIONS[name]] <= 2 * 3
 
 
 @pytest.mark.parametrize(("name", "depth", "levels"), [

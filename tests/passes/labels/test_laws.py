@@ -41,6 +41,7 @@ ELSEWHERE = {
     "experts.histogram": "tests/backend/models/test_experts.py",
     "experts.index_put": "tests/backend/models/test_experts.py",
     "library_laws.library": "tests/backend/models/test_libraries.py",
+    "library_laws.row_convolution": "tests/backend/models/test_libraries.py",
     "library_laws.row_scan": "tests/backend/models/test_libraries.py",
     "lookups.renormalised_table": "tests/backend/test_expansion.py",
     "movement.repeat_interleave": "tests/backend/test_expansion.py",

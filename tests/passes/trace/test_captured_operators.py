@@ -21,6 +21,7 @@ from treefx.kernels import own_products as own
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.head_loss import eager
 from treefx.kernels.recurrence import part_scan as _scans  # noqa: F401
+from treefx.kernels.recurrence import row_scan
 from treefx.passes.cuts import exchange as _exchange  # noqa: F401
 from treefx.passes.packing import vocab_tail
 from treefx.passes.ranks import collectives
@@ -65,6 +66,10 @@ UNTAGGED: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     "restore_pick": (expand.restore_pick, [(floats(R), numbers(R), numbers(R), floats(N, V))]),
     "restore_surprise": (
         vocab_tail.restore_surprise, [(floats(R), *TAIL, floats(R), floats(N), 0.5, 30.0, 3, [True, True, True])],
+    ),
+    "row_convolution": (row_scan.row_convolution, [(floats(1, H, N), floats(H, 1, 3), None, numbers(1, N))]),
+    "row_convolution_backward": (
+        row_scan.row_convolution_backward, [(floats(1, H, N), floats(1, H, N), floats(H, 1, 3), None, numbers(1, N))],
     ),
     "same_on_ranks": (collectives.same_on_ranks, [(HIDDEN, "group")]),
     "segments": (flash.segments, [(numbers(1, N), None, N), (None, numbers(3), N)]),

@@ -2,7 +2,7 @@
 
 transformers binds functions of flash-linear-attention, causal-conv1d and mamba_ssm to hybrid models where these
 packages are installed. They forbid tracing, or are C++, and cut the graph in every layer. A call that passes states on
-(a cache) or that packs sequences (``cu_seqlens``, ``seq_idx``) is traced unchanged.
+(a cache) is traced unchanged; so is one that takes packed sequences (``PACKING``) in another way than by one argument.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from treefx.passes.trace.library_calls import KINDS, Given, LibraryCall, register_call
+from treefx.passes.trace.library_calls import KINDS, PACKING, Given, LibraryCall, register_call
 from treefx.passes.trace.library_tree import find_inner
 from treefx.runtime.whole.heads import setting_of
 
@@ -42,11 +42,11 @@ def recurrence_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[
 
 
 def _alone(key: str, *tensors: Any) -> Any:
-    return torch.ops.treefx.library(list(tensors), key)
+    return torch.ops.treefx.library(list(tensors), key, None)
 
 
 def _as_pair(key: str, *tensors: Any) -> Any:
-    return torch.ops.treefx.library(list(tensors), key), None
+    return torch.ops.treefx.library(list(tensors), key, None), None
 
 
 def _bound(function: Any) -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
@@ -75,23 +75,27 @@ def _described(
             return Given(len(tensors) - 1)
         return setting_of(item)
 
-    named = []
+    named: list[tuple[str, Any]] = []
+    packing: list[tuple[str, Any]] = []
     try:
         positional = tuple(map(slot, args))
         for keyword, item in kwargs.items():
             item = item.realize()
             empty = isinstance(item, ConstantVariable) and item.value is None
-            if keyword not in known:
-                if keyword in taken and not empty:
-                    return None  # the library heeds an option that the body lacks: packed sequences
-                continue
-            named.append((keyword, slot(item)))
+            if keyword in known and keyword not in PACKING:
+                named.append((keyword, slot(item)))
+            elif keyword in (taken | {*known}) and not empty:
+                packing.append((keyword, item))
+        if len(packing) > 1 or not all(name in PACKING and isinstance(x, TensorVariable) for name, x in packing):
+            return None  # the library heeds an option that the body lacks
         given = inspect.signature(body).bind(*positional, **dict(named)).arguments
+        packed = next(((name, slot(item)) for name, item in packing), None)
     except (NotImplementedError, TypeError):  # a value that is no constant, or a call that the function itself refuses
         return None
     if any(given.get(name) not in (None, False) for name in _STATES) or given.get("activation") not in _ACTIVATIONS:
         return None
     library = f"{getattr(implementation, '__module__', '')}.{getattr(implementation, '__qualname__', name)}"
-    inner = find_inner(name, implementation, given)
+    inner = find_inner(name, implementation, given, is_packed=packed is not None)
     inner = None if inner is None else register_call(inner)
-    return LibraryCall(name, function, library, body, positional, tuple(named), frozenset(taken), inner), tensors
+    options = positional, tuple(named), frozenset(taken), packed, inner
+    return LibraryCall(name, function, library, body, *options), tensors
