@@ -17,6 +17,8 @@ from treefx.inputs.sizes import BatchSizes
 from treefx.inputs.token_count import TokenCount, common_multiple
 from treefx.inputs.values import InputValues
 from treefx.kernels.score import Expr
+from treefx.passes.causal.blanks import Blank, find_blank
+from treefx.passes.causal.contract import mixes
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.constants import Constants
@@ -225,8 +227,17 @@ class Analysis:
         None where tokens are known by their column. Conditions that all tokens of a call meet are ``redundant``.
         """
         assert self.tokens is not None
+        if mixes(self.gm) and self.blank is None and not self.segmented:
+            return None  # convolutions and recurrences read padding in front of a row
         live = live_nodes(self.gm, checks=False)
-        return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant, segmented=self.segmented)
+        return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant)
+
+    @cached_property
+    def blank(self) -> Blank | None:
+        """The positions that leave convolutions and recurrences in the state in which they start."""
+        if self.segmented or not mixes(self.gm):
+            return None
+        return find_blank(sorted(live_nodes(self.gm)))
 
     @cached_property
     def lookups(self) -> list[Lookup]:

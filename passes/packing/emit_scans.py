@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from treefx.kernels.recurrence.tree_conv import find_depths, find_parents
+from treefx.kernels.recurrence.tree_conv import find_parents
 from treefx.passes.causal.tree_mixers import LibraryTree, Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
 from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
 from treefx.passes.labels.rows import rows_in_order
+from treefx.passes.packing.emit_attention import places
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
@@ -20,15 +21,9 @@ aten = torch.ops.aten
 def _convolution(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     law, metadata = fact.law, packer.metadata
     assert isinstance(law, TreeConvolution)
-    parents = packer.once("parents", None, lambda: find_parents(_depths(packer), metadata.subtree_end))
+    parents = packer.once("parents", None, lambda: find_parents(places(packer), metadata.subtree_end))
     bias = None if law.bias is None else packer.full(law.bias)
     return convolve(law, packer.packed(law.source), packer.full(law.weight), bias, parents)
-
-
-def _depths(packer: Packer) -> Tensor:
-    """Depths of tokens: columns, where all rows start in the first."""
-    metadata = packer.metadata
-    return find_depths(metadata.subtree_end) if packer.own_positions else metadata.column
 
 
 @emits(TreeScan, Vanishing)

@@ -3,7 +3,7 @@
 A row that is padded on the left starts in a later column. Its tokens are those of a row without padding only if nothing
 that runs once per token reads the column itself: no table of positions by column, no mask that reads more than the
 distance of two columns. Positions that the model computes from the mask, or that the caller passes, distinguish tokens
-by value instead.
+by value instead. Convolutions and recurrences must start there as they do in front of a row (``causal.blanks``).
 
 Rows of 6 columns, ``.`` padding, with positions counted from each row's own start::
 
@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
-from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import ALONG_ROWS, Kind, ReadsOthers, fact_of, shape_of
 from treefx.passes.labels.laws.base import reads_columns
 from treefx.passes.labels.purity import impurity
@@ -39,8 +38,6 @@ def find_own_positions(
     attentions: Sequence[Attention],
     live: Collection[fx.Node],
     redundant: Collection[Expr] = (),
-    *,
-    segmented: bool = False,
 ) -> list[fx.Node] | None:
     """The values [B, T] that tell tokens apart where rows may start in different columns.
 
@@ -50,14 +47,11 @@ def find_own_positions(
         attentions: Its lifted attentions.
         live: The nodes that an output reads.
         redundant: Conditions that all tokens of a call meet, and that are therefore dropped.
-        segmented: Whether every mixer is proved to stay inside of packed sequences.
 
     Returns:
         Functions of the inputs in the order of the graph, to be compared by value (sharing of calls of one step is
         counted by values in this order); None where tokens are only known by their column.
     """
-    if mixes(gm) and not segmented:  # convolutions and recurrences read padding before the row
-        return None
     search = _Search(tokens)
     try:
         for node in live:
