@@ -64,11 +64,12 @@ class Padding:
 
         No query may choose among keys that hold the position, either.
 
-        In a model that only has causal mixers, nothing says so, and all positions are.
+        In a model that only has causal mixers, all positions are that may change what these keep.
         """
         attentions = self._analysis.attentions
         if not attentions and self._mixes:
-            return grid.everywhere()
+            blank = self._analysis.blank
+            return grid.everywhere() if blank is None else ~grid.equals(blank.node, blank.number)
         readers = {item.padding for item in attentions} | {item.padding for item in self._analysis.choices}
         if not attentions or () in readers:
             return None
@@ -88,11 +89,21 @@ class Padding:
     def needed(self, grid: Grid, seen: Tensor) -> Tensor:
         """Return bool [B, T]: the positions that run, seen or read, also by a mixer."""
         wanted = seen | self.read(grid) if self._analysis.attentions else self.read(grid)
-        return self.reached(wanted)
+        return self.reached(grid, wanted)
 
-    def reached(self, wanted: Tensor) -> Tensor:
-        """Add all positions before a wanted one, if a mixer may read its row's past."""
-        return wanted.flip(1).to(torch.int8).cummax(1).values.flip(1).to(torch.bool) if self._mixes else wanted
+    def reached(self, grid: Grid, wanted: Tensor) -> Tensor:
+        """Add all positions before a wanted one, if a mixer may read its row's past.
+
+        Those in front of a row that leave all mixers in the state in which they start are not added.
+        """
+        if not self._mixes:
+            return wanted
+        before = wanted.flip(1).to(torch.int8).cummax(1).values.flip(1).to(torch.bool)
+        blank = self._analysis.blank
+        if blank is None:
+            return before
+        idle = grid.equals(blank.node, blank.number) & ~wanted
+        return before & ~idle.to(torch.int8).cummin(1).values.to(torch.bool)
 
     def read(self, grid: Grid) -> Tensor:
         """Return bool [B, T]: the positions with outputs that the graph itself reads."""
@@ -374,6 +385,11 @@ class Grid:
         zero, (resolved, buffers) = torch.zeros_like(flat), self._resolve(expr)
         value = evaluate(resolved, dot=zero, q=flat, k=flat, head=zero, batch=zero, buffers=buffers)
         return value.expand(len(flat)).reshape(self.rows, self.columns)
+
+    def equals(self, node: fx.Node, number: int) -> Tensor:
+        """Where a value of the inputs has a number, bool [B, T]."""
+        found: Tensor = self.value(node)
+        return (on_host(found) if self._on_host else found) == number
 
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
         """Whether ``x[query] == x[key]`` at all kept positions of each row."""

@@ -142,7 +142,7 @@ class RowsRun:
         if seen is None:
             keep = None
         elif self._config.padding == "drop":
-            keep = shape.padding.reached(seen)
+            keep = shape.padding.reached(grid, seen)
         else:
             keep = torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(grid, seen)
         if there is not None and (keep is None or bool((on_host(keep) & ~there).any())):
