@@ -329,7 +329,8 @@ TABLE: tuple[ReasonCode, ...] = (
         "TFX134", "recurrence of a library",
         "a library's kernel hands states from column to column, and treefx has no form of it along a tree",
         "nothing is lost around it; the gated delta rule and Mamba 2 have such a form, given token-wise values",
-        "is a library's recurrence", "a recurrence of values", "a recurrence expects",
+        "is a library's recurrence", "a recurrence of values", "a recurrence expects", "holds a recurrence",
+        "a convolution (of|with)", "starts over at each",
     ),
     _operator(
         "TFX135", "choice among keys",

@@ -247,6 +247,12 @@ class BatchSizes(TokenCount):
         """Return the values of the symbols in a call; ``tensors`` are those among its inputs."""
         return {made: tensors[i].shape[d] for made, i, d in self._places}
 
+    def holds_for(self, values: Mapping[Any, int], sizes: Mapping[sympy.Symbol, int]) -> bool:
+        """Return whether it holds for other sizes of the pattern than those in the values of a call."""
+        if any(size != 1 for of, size in sizes.items() if of not in self._made):  # a size of 1 is no symbol
+            return False
+        return self.holds({**values, **{self._made[of]: size for of, size in sizes.items() if of in self._made}})
+
     def symbol(self, of: sympy.Symbol) -> Any:
         """The symbol that stands for one of the pattern in ``values``."""
         return self._made[of]

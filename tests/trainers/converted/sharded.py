@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import treefx
+from tests.libraries import double_with_libraries
 from tests.models import double
 
 __all__ = ["CASES", "WINDOW", "tiny"]
@@ -16,6 +17,8 @@ WINDOW = 4
 
 
 def tiny(name: str, checkpointing: bool = False) -> Any:
+    if name == "lfm2":
+        return double_with_libraries(name, vocab_size=32, num_hidden_layers=2, layer_types=["full_attention", "conv"])
     model = double(name, vocab_size=32, **({"sliding_window": WINDOW} if name == "gemma2" else {}))
     if name == "qwen3_moe":
         model.set_experts_implementation("batched_mm")  # the grouped product has no float64
@@ -50,5 +53,6 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]] = {
     "llama, compiled blocks, head apart": (partial(converted_compiled_sharded, "llama"), False),
     "gemma2, checkpointing, accumulation": (partial(sharded_converted, "gemma2", True), True),
     "qwen3_moe": (partial(sharded_converted, "qwen3_moe"), False),
+    "lfm2, convolutions on paths": (partial(sharded_converted, "lfm2"), False),
 }
 """How to build the model, in the order in which a user may do it; whether two forwards share a backward."""

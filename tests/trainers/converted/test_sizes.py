@@ -192,7 +192,7 @@ def test_such_a_model_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = outcome(twin, functools.partial(loss, twin))
     assert_close(got, wanted, FLOAT64)
     assert treefx.inspect(model).stats["ran"] == "ordinary"
-    monkeypatch.setattr(planner, "check_blocks", lambda analysis, blocks: None)
+    monkeypatch.setattr(planner, "check_blocks", lambda *_: None)
     wrong = treefx.convert(treefx.unconvert(model))
     errors = relative_errors(outcome(wrong, functools.partial(loss, wrong)), wanted)
     assert treefx.inspect(wrong).stats["ran"] == "packed" and max(errors.values()) > 1e-3

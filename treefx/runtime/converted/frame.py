@@ -8,7 +8,7 @@ every block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from treefx.errors import UnsupportedError
 from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import tree_of
 
-__all__ = ["blocks_of", "cache_matters", "check_frame", "packed_inputs"]
+__all__ = ["blocks_of", "cache_matters", "check_frame", "kinds_of_layers", "packed_inputs"]
 
 _ROWS = [[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 5, 6], [0, 0, 1, 2, 5, 7]]
 _PADDING = 2
@@ -30,17 +30,35 @@ _WEIGHTS = 16
 """Rows of tables that ids and positions of the made-up rows can read."""
 
 
-def packed_inputs(given: Mapping[str, Any], ids: Tensor, positions: Tensor, tree: Tensor) -> dict[str, Any]:
+def packed_inputs(
+    given: Mapping[str, Any], ids: Tensor, positions: Tensor, tree: Tensor, kinds: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the arguments of the module that takes the ids, for the packed row.
 
-    Ids and positions are [N].
+    Ids and positions are [N]. The mask is the tree, or a dictionary of it for all ``kinds`` of layers.
     """
-    changed = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": tree, "use_cache": False}
+    mask = dict.fromkeys(kinds, tree) if kinds else tree
+    changed = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": mask, "use_cache": False}
     return {**given, **changed}
 
 
+def kinds_of_layers(owner: nn.Module) -> tuple[str, ...]:
+    """Return the keys of masks that a model with several kinds of mixers takes; none for other models.
+
+    transformers makes no mask for a recurrence out of one of four dimensions, but takes one that is given by kind.
+    """
+    config = getattr(owner, "config", None)
+    found = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    return tuple(sorted(found | _KINDS)) if found - _ATTENTIONS else ()
+
+
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+_KINDS = {"full_attention", "linear_attention", "conv"}
+"""Kinds of masks, which are not always those of layers."""
+
+
 def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of the blocks: entries of module lists that hold an attention.
+    """Return the names of the blocks: all entries of the module lists with attentions.
 
     Raises:
         UnsupportedError: An attention stands in no list.
@@ -53,44 +71,73 @@ def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
         listed = [p for p, q in zip(prefixes, parents, strict=True) if isinstance(q, nn.ModuleList | nn.ModuleDict)]
         if not listed:
             raise UnsupportedError(f"the attention {name} stands in no list of blocks (nn.ModuleList)")
-        found.add(listed[0])
-    return found
+        found.add(listed[0].rpartition(".")[0])
+    return {f"{name}.{entry}" if name else entry for name in found for entry, _ in _entries(model, name)}
+
+
+def _entries(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    return model.get_submodule(name).named_children()
 
 
 _FAILS = "the code around the blocks fails on a tree: {}: {}"
 
 
-def check_frame(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) -> None:
+def check_frame(
+    owner: nn.Module,
+    blocks: set[str],
+    given: Mapping[str, Any],
+    *,
+    readers: Collection[str],
+    kinds: Sequence[str] = (),
+) -> None:
     """Run a skeleton on made-up rows and on their packed row; compare blocks and results.
 
     Args:
         owner: A skeleton of the module that takes the ids; its weights are undefined, and some are overwritten.
         blocks: Names of its blocks.
         given: The arguments of a call, on the CPU; of its tensors only which are there counts.
+        readers: Names of the modules that the tree must reach: those of a block mean the block.
+        kinds: Of layers, as ``packed_inputs`` takes them.
 
     Raises:
         UnsupportedError: They differ, or the code cannot be run.
     """
-    rows, packed = _calls(given)
+    rows, packed, tree = _calls(given, kinds)
+    reading = {block for block in blocks for name in readers if name == block or name.startswith(f"{block}.")}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in owner.named_parameters():
             if not any(name.startswith(f"{block}.") for block in blocks):
                 parameter.data[:_WEIGHTS].normal_()
-        try:
-            expected, got = _noted(owner, blocks, rows), _noted(owner, blocks, packed)
-        except Exception as error:
-            first = next(iter(str(error).splitlines()), "")
-            raise UnsupportedError(_FAILS.format(type(error).__name__, first)) from error
+        differences = [_compare(owner, blocks, reading, rows, packed, tree, after) for after in _RESULTS]
+    if None not in differences:
+        raise UnsupportedError(str(differences[0]))
+
+
+_RESULTS: tuple[Callable[[Tensor], Any], ...] = (lambda x: x, lambda x: (x, None), lambda x: (x,))
+"""What blocks of transformers return, by their hidden states."""
+
+
+def _compare(
+    owner: nn.Module, blocks: set[str], reading: set[str], rows: dict[str, Any], packed: dict[str, Any], tree: Tensor,
+    result: Callable[[Tensor], Any],
+) -> str | None:  # fmt: skip
+    """Say how the packed row differs from rows, where blocks return a ``result``; None if it does not."""
+    try:
+        expected, got = _noted(owner, blocks, rows, result), _noted(owner, blocks, packed, result)
+    except Exception as error:
+        return _FAILS.format(type(error).__name__, next(iter(str(error).splitlines()), ""))
     if len(expected) != len(got) or not expected:
-        raise UnsupportedError("the packed row runs other blocks than rows do")
+        return "the packed row runs other blocks than rows do"
     for (name, *on_rows), (again, *on_tree) in zip(expected, got, strict=True):
-        if name != again or not _agree(on_rows, on_tree, packed["attention_mask"], name != "output"):
-            raise UnsupportedError(f"on the packed row {name or 'a block'} gets other values than on rows")
+        must = True if name in reading else None if name in blocks else False
+        if name != again or not _agree(on_rows, on_tree, tree, rows["attention_mask"], must):
+            return f"on the packed row {name or 'a block'} gets other values than on rows"
+    return None
 
 
-def _calls(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments for the made-up rows and for their packed row."""
+def _calls(given: Mapping[str, Any], kinds: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], Tensor]:
+    """The arguments for the made-up rows and for their packed row, and its tree."""
     ids = torch.tensor(_ROWS)
     masked, placed = given.get("attention_mask") is not None, given.get("position_ids") is not None
     ids = ids if masked else torch.where(ids == 0, torch.tensor([[9, 8, 0, 0, 0, 0]]), ids)
@@ -104,20 +151,22 @@ def _calls(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     on_rows = {**given, "input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
     tree = tree_of(end.to(torch.int32), [column.to(torch.int32)])
     place = column if positions is None else positions[row, column]
-    return on_rows, packed_inputs(given, ids[row, column], place, tree)
+    return on_rows, packed_inputs(given, ids[row, column], place, tree, kinds), tree
 
 
-def _noted(owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _noted(
+    owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any], result: Callable[[Tensor], Any] = _RESULTS[0]
+) -> list[tuple[Any, ...]]:
     """Record the inputs of each block and the owner's results.
 
-    Blocks pass on the hidden states they get.
+    Blocks return a ``result`` of the hidden states they get.
     """
     notes: list[tuple[Any, ...]] = []
 
     def noting(name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             notes.append((name, args, kwargs))
-            return args[0] if args else kwargs["hidden_states"]
+            return result(args[0] if args else kwargs["hidden_states"])
 
         return forward
 
@@ -171,16 +220,23 @@ def _masks(note: tuple[Any, ...]) -> list[Any]:
     return tensors + [object() for x in leaves if type(x).__name__ == "BlockMask"]
 
 
-def _agree(on_rows: list[Any], on_tree: list[Any], tree: Tensor, is_block: bool) -> bool:
+def _agree(on_rows: list[Any], on_tree: list[Any], tree: Tensor, mask: Any, must: bool | None) -> bool:
     """Return whether a block's inputs on the packed row equal those on rows.
 
-    Masks are replaced by the tree.
+    Masks are replaced by the tree: those of attention, and the caller's own. ``must`` says whether there must be one,
+    or none; None says that there may.
     """
     expected, shape = tree_flatten(on_rows)
     got, other = tree_flatten(on_tree)
     trees = [x is tree or (isinstance(x, Tensor) and x.dtype == tree.dtype and torch.equal(x, tree)) for x in got]
     values = zip(expected, got, trees, strict=False)
-    return shape == other and any(trees) is is_block and all(is_tree or _same(x, y) for x, y, is_tree in values)
+    agree = all(_is_mask(x, mask) if is_tree else _same(x, y) for x, y, is_tree in values)
+    return shape == other and (must is None or any(trees) is must) and agree
+
+
+def _is_mask(x: Any, mask: Any) -> bool:
+    """Whether a tree may stand for a value; one [B, T] must be the caller's mask."""
+    return not isinstance(x, Tensor) or x.dim() != 2 or (isinstance(mask, Tensor) and torch.equal(x, mask))
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -19,12 +20,13 @@ from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.trie import Prefixes
 from treefx.kernels.expand import expand
-from treefx.passes.analysis import Rewritten
+from treefx.passes.analysis import Expansion, Rewritten
 from treefx.reason_codes import with_code
 from treefx.runtime.call_plan import find_unshared
 from treefx.runtime.converted.attentions import COMPILE_INSTEAD
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
+from treefx.runtime.converted.paths import run_on_paths
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
 from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import expect_trees, install, uninstall
@@ -223,6 +225,8 @@ class Hooks:
         report = self._report
         report.raw_tokens, report.tokens, report.distinct_tokens = found.raw_tokens, tokens, found.tokens
         report.attention_layers = report.attention_rewritten = len(found.variant.scores)
+        expansions = [Expansion(name, _ON_PATHS, None, contracted=True) for name in sorted(found.mixers)]
+        report.expansions = [{**asdict(item), "code": item.code} for item in expansions]
         report.seconds = dict(found.seconds)
         report.graphs["captured"] = found.captured
         self._count_step(found.batch.prefixes, found.raw_tokens, tokens, ids)
@@ -238,6 +242,8 @@ class Hooks:
         place = column if positions is None else positions.expand_as(ids)[row, column]
         for name, module in self._planner.modules.items():
             install(module, found.variant.on(ids.device)[without_compiled_name(name)], found.variant.size)
+        for name in found.mixers:
+            run_on_paths(self._planner.by_name[name])
         call = self._call
         call.token_of, call.plan = token_of, found
         kind = found.kind, self.owner.training
@@ -245,7 +251,7 @@ class Hooks:
             self._watched.add(kind)
             call.attributes = Attributes(self.owner)
         expect_trees(True)
-        return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device))
+        return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device), self._planner.kinds)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_call(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -287,6 +293,7 @@ class Hooks:
         self._report.head_tokens = max(self._heads.values())
 
 
+_ON_PATHS = "holds a recurrence or a convolution along tokens, which runs on rows: one for each leaf of the tree"
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _PROOF = (

@@ -17,17 +17,21 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.inputs.sizes import COLUMNS, ROWS
 from treefx.kernels.memory import lasting
+from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.passes.analysis import Analysis
 from treefx.passes.labels.facts import Kind, fact_of
+from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs, randomness
 from treefx.passes.pipeline import build_passes
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.call_plan import Batch, CallPlan, Policy, Unshared, plan_call
 from treefx.runtime.converted.attentions import Attentions
 from treefx.runtime.converted.branches import Branches
-from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame
+from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame, kinds_of_layers
 from treefx.runtime.converted.kept_values import Kept, kept_values, name_of, outputs_of
+from treefx.runtime.converted.paths import count_leaves, find_mixers
 from treefx.runtime.converted.readers import find_hook
 from treefx.runtime.converted.seam import attention_modules, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
@@ -35,7 +39,7 @@ from treefx.runtime.converted.sizes import SIZE, check_blocks, computes_with_siz
 from treefx.runtime.converted.skeleton import WRAPPERS, Buffers, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.variants import Variant, Variants
 from treefx.runtime.converted.written import plane_of
-from treefx.runtime.dynamo import role_of
+from treefx.runtime.dynamo import keep_graphs_whole, role_of
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
@@ -65,6 +69,8 @@ class Plan:
     seconds: Mapping[str, float]
     kind: tuple[str, ...] = ()
     """The names of the arguments of the call."""
+    mixers: frozenset[str] = frozenset()
+    """Names of the modules that run on the paths of the tree."""
 
 
 class _Planned(Exception):
@@ -87,6 +93,7 @@ class Planner:
         self._owner, self._config = owner, config
         self._known: list[nn.Module] = []
         self._compiled: Callable[..., Any] = owner
+        self._mask: Tensor | None = None
         self._checked: set[Any] = set()
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
@@ -111,17 +118,27 @@ class Planner:
             key = kind, torch.is_grad_enabled(), _settings(self._owner) if self._refused else ()
             if key in self._refused:
                 raise UnsupportedError(self._refused[key])
+        self._check_frame(kind, on_cpu, self._attention)
+        found = self._traced(kind, on_cpu)
+        if isinstance(found, Plan) and found.mixers:
+            self._check_frame(kind, on_cpu, self._attention | found.mixers)
+        return found
+
+    def _check_frame(self, kind: tuple[str, ...], given: Mapping[str, Any], readers: frozenset[str]) -> None:
+        """Check that the code around the blocks gives the modules that read trees what they get on rows."""
+        if (kind, readers) in self._checked:
+            return
+        with lasting():
             try:
-                if kind not in self._checked:
-                    check_frame(self._copy.eval(), self._blocks, on_cpu)
-                    self._checked.add(kind)
-                    self._refresh()
+                check_frame(self._copy.eval(), self._blocks, given, readers=readers, kinds=self.kinds)
             except UnsupportedError as error:
                 self.refuse(kind, error.text)
                 raise
-        return self._traced(kind, on_cpu)
+            self._checked.add((kind, readers))
+            self._refresh()
 
     def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | Reason:
+        self._mask = on_cpu.get("attention_mask")
         try:
             self._compiled(**on_cpu)  # with gradients on or off as they are, which the code of a model may ask for
         except _Planned as planned:
@@ -164,7 +181,9 @@ class Planner:
             self._buffers = Buffers(self._pairs)
             self.modules = attention_modules(self._owner)
             attention = attention_modules(self._copy)
-            self._blocks = blocks_of(self._copy, attention)
+            self._blocks, self._attention = blocks_of(self._copy, attention), frozenset(attention)
+            self.kinds = kinds_of_layers(self._owner)
+            self.by_name = {without_compiled_name(name): module for name, module in self._owner.named_modules()}
             self._compiled = torch.compile(
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
@@ -173,6 +192,8 @@ class Planner:
         return modules
 
     def _backend(self, attention: Mapping[str, nn.Module]) -> Any:
+        keep_graphs_whole()
+
         def treefx(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             nodes = gm.graph.find_nodes(op="placeholder")
             roles = [role_of(node, example) for node, example in zip(nodes, examples, strict=True)]
@@ -183,7 +204,7 @@ class Planner:
 
             def run(*args: Any) -> Any:
                 with torch.no_grad():
-                    raise _Planned(graph.plan(args))
+                    raise _Planned(graph.plan(args, self._mask))
 
             return run
 
@@ -243,8 +264,21 @@ def _is_of_weights(node: fx.Node) -> bool:
     return fact_of(node).kind is Kind.INVARIANT
 
 
+def _serves(shape: Shape, plan: CallPlan) -> bool:
+    """Return whether what the analysis proved of rows and columns holds for the paths of a tree too."""
+    batch = shape.analysis.batch
+    assert batch is not None
+    end = plan.batch.metadata[2]
+    sizes = {ROWS: count_leaves(end), COLUMNS: int(find_depths(end).max()) + 1}
+    return batch.holds_for(batch.values(plan.tensors), sizes)
+
+
 _KEPT = "{}: {}. Return the value from the model, or compute it from what the model returns"
 _WIDE = Reason(Cause.VALUES, "a number that an attention reads of a token does not fit into 32 bits")
+_ONE_ROW = Reason(Cause.VALUES, "a single row, of which a recurrence hides no padding; with more rows it does")
+_OTHER_ROWS = Reason(
+    Cause.SIZES, "code of a recurrence decides by the size of a batch, otherwise on the rows of the tree"
+)
 _MANY = Reason(Cause.MANY_BUFFERS, "constants of attentions (tables by column, say) change too often from call to call")
 _HOOKED = "{}, which would get distinct tokens in place of rows. Remove it, or register it on the model that is called"
 
@@ -271,9 +305,11 @@ class _Graph:
         self._branches = Branches(gm, roles)
         self._proofs: weakref.WeakKeyDictionary[Shape, str] = weakref.WeakKeyDictionary()
         """Obstacles of shapes, which graphs of other models may share; "" where a shape is proved."""
+        self._mixers: weakref.WeakKeyDictionary[Shape, frozenset[str]] = weakref.WeakKeyDictionary()
+        """Of proved shapes, the names of the modules with recurrences or convolutions along tokens."""
 
-    def plan(self, args: Sequence[Any]) -> Plan | Reason:
-        """A plan, or why the call runs on rows."""
+    def plan(self, args: Sequence[Any], mask: Tensor | None) -> Plan | Reason:
+        """A plan, or why the call runs on rows; ``mask`` [B, T] is the caller's."""
         shape = self._analyses.shape(args)
         if isinstance(shape, Reason):
             if shape.passes:
@@ -290,15 +326,22 @@ class _Graph:
         if branch is not None:
             text = f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
             return Reason(Cause.SIZES, text)
-        return self._found(shape, found)
+        return self._found(shape, found, mask)
 
-    def _found(self, shape: Shape, plan: CallPlan) -> Plan | Reason:
+    def _found(self, shape: Shape, plan: CallPlan, mask: Tensor | None) -> Plan | Reason:
         batch, grid, seen = plan.batch, plan.grid, plan.seen
         found = self._attentions.of(shape, plan.redundant)
         row, column, end, token_of = batch.metadata
         planes = [plane_of(plane, batch, grid, shape.padding) for plane in found.layout.planes]
         if any(plane is None for plane in planes):
             return _WIDE
+        mixers = self._mixers[shape]
+        if mixers:  # they read the caller's mask, where they run on rows
+            if mask is not None and grid.rows == 1:
+                return _ONE_ROW
+            if not _serves(shape, plan):
+                return _OTHER_ROWS
+            planes.append((torch.ones_like(end) if mask is None else mask[row, column]).to(torch.int32))
         variant = self._variants.find(found.stated(grid), len(planes))
         if variant is None:
             return _MANY
@@ -309,6 +352,7 @@ class _Graph:
             batch, tree_of(end, [plane for plane in planes if plane is not None], variant.size), variant,
             int(counted.sum()), int(met[: batch.tokens].sum()), plan.shares, self._gm,
             frozenset({*self._written_to, *(item.where for item in self._kept)}), dict(shape.analysis.seconds),
+            mixers=mixers,
         )  # fmt: skip
 
     def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> Any:
@@ -321,11 +365,11 @@ class _Graph:
         if seen is None:
             return None, None
         if self._config.padding == "drop":
-            keep = seen
+            keep = shape.padding.reached(grid, seen)
         elif starts is not None:
             keep = torch.ones_like(seen)
         else:
-            keep = seen | self._attentions.see_keys(shape, grid, seen)
+            keep = shape.padding.reached(grid, seen | self._attentions.see_keys(shape, grid, seen))
         return seen, keep
 
     def _check(self, shape: Shape, args: Sequence[Any]) -> None:
@@ -343,8 +387,7 @@ class _Graph:
         analysis = shape.analysis
         if analysis.batch is None:  # as numbers they cannot be told from other numbers
             raise UnsupportedError(SIZE.format("its code"))
-        if analysis.recurrences:
-            raise UnsupportedError("the model has a recurrence along the tokens")
+        self._mixers[shape] = frozenset(find_mixers(sorted(live_nodes(analysis.gm)), self._blocks))
         drawn = randomness(analysis.gm)
         if drawn is not None:
             raise UnsupportedError(drawn)
@@ -353,7 +396,7 @@ class _Graph:
         tensors = {i for i, item in enumerate(outputs_of(analysis.gm)) if isinstance(item, fx.Node)} - kept
         if tensors != set(analysis.packed_outputs) - kept:
             raise UnsupportedError("the module that takes the ids returns values that are none of tokens")
-        check_blocks(analysis, self._blocks)
+        check_blocks(analysis, self._blocks, self._mixers[shape])
         self._attentions.check(shape, shape.grid(analysis.known.with_parts(self._analyses.tensors(args))))
 
     def _check_buffers(self, analysis: Analysis, args: Sequence[Any]) -> None:

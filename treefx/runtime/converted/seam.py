@@ -36,8 +36,11 @@ __all__ = [
     "expect_trees",
     "install",
     "is_tree",
+    "mark_copy",
     "original_of",
+    "own_forward",
     "reads_trees",
+    "running_on_tree",
     "tree_of",
     "uninstall",
 ]
@@ -191,13 +194,25 @@ def install(module: nn.Module, stated: Stated, size: int) -> None:
     if not getattr(functions, "reads_trees", False):  # those of torchtitan do by themselves
         if not hasattr(type(functions), _GET_READING):
             setattr(type(functions), _GET_READING, _get_interface)
-        slot = UNWRAPPED if UNWRAPPED in module.__dict__ else "forward"
-        forward = module.__dict__.get(slot, types.MethodType(type(module).forward, module))
-        if original_of(forward) is None:
-            module.__dict__[slot] = types.MethodType(_reading(_function_of(forward, module)), module)
+        slot, function = own_forward(module)
+        if function is not None:
+            module.__dict__[slot] = types.MethodType(_reading(function), module)
     known = module.__dict__.get(_SCORES, {})
     if known.get(size) is not stated:  # compiled blocks are compiled again for another object
         module.__dict__[_SCORES] = {**known, size: stated}
+
+
+def own_forward(module: nn.Module) -> tuple[str, types.FunctionType | None]:
+    """Return the attribute that holds a module's forward, and its function; None where treefx has replaced it."""
+    slot = UNWRAPPED if UNWRAPPED in module.__dict__ else "forward"
+    forward = module.__dict__.get(slot, types.MethodType(type(module).forward, module))
+    return slot, None if original_of(forward) is not None else _function_of(forward, module)
+
+
+def mark_copy(made: Any, function: Any) -> Any:
+    """Mark a forward that reads trees with the one that it stands for."""
+    setattr(made, _ORIGINAL, function)
+    return made
 
 
 def uninstall(module: nn.Module) -> None:
@@ -240,8 +255,7 @@ def _reading(function: types.FunctionType) -> types.FunctionType:
     made.__dict__.update(function.__dict__)
     made.__kwdefaults__, made.__doc__, made.__module__ = function.__kwdefaults__, function.__doc__, function.__module__
     made.__qualname__, made.__annotations__ = function.__qualname__, function.__annotations__
-    setattr(made, _ORIGINAL, function)
-    return made
+    return mark_copy(made, function)  # type: ignore[no-any-return]
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -292,6 +306,11 @@ _running = _Running()
 def expect_trees(has_tree: bool) -> None:
     """Say whether attentions that this thread calls from now on are to get a tree."""
     _running.has_tree = has_tree
+
+
+def running_on_tree() -> bool:
+    """Return whether attentions that this thread calls now are to get a tree."""
+    return _running.has_tree
 
 
 def _check_rows(module: Any, mask: Any, query: Any) -> None:

@@ -13,7 +13,7 @@ each token gets the same values. It may not compute with them. Three kinds of op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -53,15 +53,22 @@ _OF_SLOTS = {aten.index_put.default}
 """Their laws admit constants with an entry per slot of experts (the inverse of a sort), and no others."""
 
 
-def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
+def check_blocks(analysis: Analysis, blocks: set[str], on_rows: Collection[str] = ()) -> None:
     """Check that no block computes with a size of the batch, or mixes or counts columns.
+
+    Args:
+        analysis: Of the module that takes the ids.
+        blocks: Names of its blocks.
+        on_rows: Names of modules in them that run on rows, and may.
 
     Raises:
         UnsupportedError: One does.
     """
     search = _Search(analysis, blocks)
     for node in live_nodes(analysis.gm):
-        search.check(node)
+        name = module_of(node)
+        if not any(name == module or name.startswith(f"{module}.") for module in on_rows):
+            search.check(node)
 
 
 def module_of(node: fx.Node) -> str:
