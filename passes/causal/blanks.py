@@ -45,7 +45,7 @@ _MOVEMENTS = {
 """Every element of the result is one of an operand."""
 _KEEPING = {*_MOVEMENTS, aten.amax, aten.amin, aten.mean}
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.cumsum}
-"""Zero of zeros, along dimensions without tokens."""
+"""Zero of zeros, along dimensions without tokens, and so is the derivative of a norm."""
 _PRODUCTS = {aten.mul, aten.mm, aten.bmm}
 _CHOOSING = {aten.mul, aten.where, aten.masked_fill}
 _FILLED: dict[Any, Callable[[fx.Node], Any]] = {
@@ -165,6 +165,8 @@ class _Position:
         if node.target is operator.getitem:
             return self._known[node.args[0]]  # type: ignore[index]
         fact, packet = fact_of(node), _packet(node)
+        if packet is aten.linalg_vector_norm and node.args[1:2] not in ((), (2,), (1,)):
+            return None
         if fact.kind not in (Kind.PACKED, Kind.PREFIX) or fact.law is not None or not _is_of_tokens(node):
             return None
         known = [self._known[item] for item in read if item in self._known]

@@ -23,7 +23,7 @@ from treefx.passes.packing.repeats import Collapser
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.scores.hidden import Range, bounded, is_hidden, unknown
 
-__all__ = ["places"]
+__all__ = ["depths", "places"]
 
 aten = torch.ops.aten
 
@@ -143,9 +143,13 @@ def _kernel_form(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
 
 def places(packer: Packer) -> Tensor:
     """Return each token's place, [N]: its column, or its depth where columns differ by row."""
-    if not packer.own_positions:
-        return packer.metadata.column
-    return packer.once("depths", None, lambda: find_depths(packer.metadata.subtree_end))
+    return depths(packer) if packer.own_positions else packer.metadata.column
+
+
+def depths(packer: Packer) -> Tensor:
+    """Return the number of tokens above each, [N]."""
+    found: Tensor = packer.once("depths", None, lambda: find_depths(packer.metadata.subtree_end))
+    return found
 
 
 def _kernel_load(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:

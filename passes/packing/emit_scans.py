@@ -9,7 +9,7 @@ from treefx.kernels.recurrence.tree_conv import find_parents
 from treefx.passes.causal.tree_mixers import LibraryTree, Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
 from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
 from treefx.passes.labels.rows import rows_in_order
-from treefx.passes.packing.emit_attention import places
+from treefx.passes.packing.emit_attention import depths
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def _convolution(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     law, metadata = fact.law, packer.metadata
     assert isinstance(law, TreeConvolution)
-    parents = packer.once("parents", None, lambda: find_parents(places(packer), metadata.subtree_end))
+    parents = packer.once("parents", None, lambda: find_parents(depths(packer), metadata.subtree_end))
     bias = None if law.bias is None else packer.full(law.bias)
     return convolve(law, packer.packed(law.source), packer.full(law.weight), bias, parents)
 

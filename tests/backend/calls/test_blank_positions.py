@@ -199,7 +199,7 @@ def test_parents_by_the_column_of_one_row_are_wrong(monkeypatch: pytest.MonkeyPa
         found: Tensor = packer.metadata.column
         return found
 
-    monkeypatch.setattr(emit_scans, "places", column)
+    monkeypatch.setattr(emit_scans, "depths", column)
     with pytest.raises(AssertionError, match="differ by more"):
         compare(model_of(Convolved()), scattered(0))
 

@@ -266,7 +266,7 @@ def test_a_mixer_that_runs_over_sequences_keeps_rows() -> None:
 
 @calls_libraries
 def test_parents_by_the_column_of_a_packed_row_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emit_scans, "places", lambda packer: packer.metadata.column)
+    monkeypatch.setattr(emit_scans, "depths", lambda packer: packer.metadata.column)
     model = copy.deepcopy(model_of_packed("lfm2"))
     packed, more = flattened(AGENTS)
     with pytest.raises(AssertionError, match="differ by more than"):

@@ -98,7 +98,8 @@ class RowsRun:
             return self._ordinary.instead(args, reason=None)
         detached = self._analyses.use.detached(shape.analysis)
         absent = self._absent(shape.analysis, found.batch.size, detached)
-        variant = Variant(detached, found.redundant, absent=absent, own_positions=found.batch.own_positions)
+        own = found.batch.own_positions and bool(shape.analysis.attentions)  # all else reads no column
+        variant = Variant(detached, found.redundant, absent=absent, own_positions=own)
         results = self._packed.run(shape, variant, found.tensors, found.batch)
         if results is None:
             return self._run_unhidden(shape, args)
