@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from tests.oracle import FLOAT64
 from treefx.errors import UnsupportedError
 from treefx.runtime import origins
-from treefx.runtime.whole import towers
+from treefx.runtime.whole import image_parts, towers
+from treefx.runtime.whole.distinct_images import ImagesRun, images_run
 
 CASES = ("aaaa", "abca", "abacabab", "ab")
 """Names of the images: one for all rows, one per row, two per row of which one is shared, no copy."""
@@ -255,6 +256,108 @@ def test_rows_of_images(kind: type[Rows]) -> None:
         for right, _, left in zip(*found, strict=True):
             torch.testing.assert_close(left, right, rtol=FLOAT64, atol=FLOAT64)
         assert tower.seen == (2 if kind is Rows else int(pixels.flatten(2).ne(0).any(-1).sum()))
+
+
+class Placed(Rows):
+    """Adds a vector to each image by its place in its row, which starts at zero."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.full((3, 4), start))
+
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        places = torch.cat([torch.arange(count) for count in counts])
+        return super().pooled(x + self.place[places][:, None], counts)
+
+
+class PlacedDifferently(Placed):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.normal_(self.place)
+
+
+class Centred(Rows):
+    """Subtracts the mean over a row's images."""
+
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        return [(part - part.mean(0)).flatten(0, 1) for part in x.split(counts)]
+
+
+class Counted(Rows):
+    """Divides by the number of a row's images."""
+
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        return [part.flatten(0, 1) / len(part) for part in x.split(counts)]
+
+
+class Framed(Rows):
+    """Puts a learned vector behind the images of each row, as LLaVA-NeXT does behind tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newline = nn.Parameter(torch.ones(1, 4))
+
+    def pooled(self, x: Tensor, counts: list[int]) -> Any:
+        return [torch.cat([part, self.newline]) for part in super().pooled(x, counts)]
+
+
+def rows_of(*rows: str) -> Tensor:
+    """Pixels [B, 3, 1, 4, 3] of images by name, "." for padding."""
+    drawn = [[draw(name)[0] if name != "." else torch.zeros(4, 3).double() for name in row] for row in rows]
+    return torch.stack([torch.stack(row) for row in drawn]).unsqueeze(2)
+
+
+def differences(tower: Rows, pixels: Tensor) -> list[float]:
+    """Of the vectors and gradients of a tower's second call of this kind, to those of all images."""
+    see = towers._noting(type(tower).get_image_features)
+    see(tower, pixels)
+    found = []
+    for function in (type(tower).get_image_features, see):
+        tower.zero_grad()
+        tower.seen = 0
+        x = torch.cat(function(tower, pixels).pooler_output)
+        weights = torch.arange(x.numel()).double().cos().reshape(x.shape)
+        (x * weights).sum().backward()
+        found.append([x.detach(), *[p.grad.clone() for p in tower.parameters() if p.grad is not None]])
+    return [float((x - y).abs().max()) for x, y in zip(*found, strict=True)]
+
+
+SEVERAL = rows_of("ab.", "ac.", ".ba", "a..", "abc", "...")
+"""Nine images, three of them distinct; no two rows are equal."""
+
+
+def test_images_of_rows() -> None:
+    """Rows are put together again from the distinct images; later calls may have a single one."""
+    tower = Rows().double()
+    assert max(differences(tower, SEVERAL)) < FLOAT64 and tower.seen == 3
+    assert images_run(tower.parameters()) == ImagesRun(10, 3)
+    assert max(differences(tower, rows_of("a..", "aa."))) < FLOAT64 and tower.seen == 1
+
+
+def test_images_of_rows_are_noted() -> None:
+    """Equal images have equal numbers in all rows, wherever they stand."""
+    images = towers._noting(Rows.get_image_features)(Rows().double(), SEVERAL).pooler_output
+    numbers = [found[0].tolist() for x in images if (origin := origins.origin_of(x)) and (found := origin.find())]
+    a, b, c = ([*range(4 * i, 4 * i + 4)] for i in range(3))
+    assert numbers == [a + b, a + c, b + a, a, a + b + c, []]
+
+
+@pytest.mark.parametrize("kind", [Placed, PlacedDifferently, Centred, Counted, Framed])
+def test_images_of_rows_that_are_not_separate(kind: type[Rows]) -> None:
+    """Only equal rows run once, and only their vectors are equal."""
+    tower = kind().double()
+    pixels = torch.cat([SEVERAL[:5], SEVERAL[:1]])
+    assert max(differences(tower, pixels)) < FLOAT64 and tower.seen == 10
+    images = towers._noting(kind.get_image_features)(tower, pixels).pooler_output
+    found = [origin.find() for x in images if (origin := origins.origin_of(x)) is not None]
+    numbers = [set(item[0].tolist()) for item in found if item is not None]
+    assert numbers[0] == numbers[5] and not any(numbers[0] & other for other in numbers[1:5])
+
+
+def test_values_alone_prove_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding of places that is zero gives equal vectors, and another gradient at each place."""
+    monkeypatch.setattr(image_parts, "_PLACES", image_parts._PLACES[:1])
+    assert max(differences(Placed().double(), SEVERAL)) > 1e-3
 
 
 class OneSequence(Listed):

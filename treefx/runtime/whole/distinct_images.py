@@ -15,8 +15,8 @@ Other modes of modules (``train``) are proved again. Towers without this proof r
 
 A result that lists the vectors of each image may have fields of another form, as one of all images in one sequence.
 Models read the list alone; reading another field is refused. Pixels [n, parts, 3, H, W] give each image several tiles,
-or each row several images, and padding among them that a tower may drop: sizes then do not show which entry a part
-belongs to, and the list is the only form.
+or each row several images (``image_parts``), and padding among them that a tower may drop: sizes then do not show which
+entry a part belongs to, and the list is the only form.
 """
 
 from __future__ import annotations
@@ -31,22 +31,31 @@ import torch
 from torch import Tensor, nn
 
 from treefx.errors import UnsupportedError
+from treefx.passes.labels.facts import Axis, Dims, Factor
+from treefx.runtime.token_bits import OF_TOKENS
 from treefx.torch_patches.compiling import keeping_no_casts
 
 __all__ = [
+    "OF_IMAGES",
     "Distinct",
     "ImagesRun",
+    "Unrestored",
+    "fields_of",
     "find_distinct",
     "has_hooks",
     "images_run",
     "is_separate",
     "note_run",
     "patches_of",
+    "random_states",
+    "undo",
 ]
 
 _LIBRARY = "transformers."
 _DIMS, _IN_PARTS = range(2, 6), 5
 """Of arguments with one image or patch per entry; with five dimensions, an entry has several tiles or frames."""
+OF_IMAGES: Dims = (*OF_TOKENS, (Factor(Axis.PLAIN, -1),))
+"""The dimensions of images [n, 1, ...], each a row of one token."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -96,7 +105,7 @@ class Distinct:
         Returns:
             False if a field of the result has another form; then nothing has changed.
         """
-        fields = {name: x for name, x in _fields(result).items() if x is not None}
+        fields = {name: x for name, x in fields_of(result).items() if x is not None}
         images: Any = fields.get("pooler_output")
         sizes = [[1] * len(self.first)]
         if self.patches is not None:
@@ -116,11 +125,11 @@ class Distinct:
     def _field(self, name: str, x: Any, sizes: Sequence[list[int]], listed: Any) -> Any:
         """Return a field of all copies, or where the list of images is all that is known, what refuses to be read."""
         try:
-            return _Unrestored(name) if self.in_parts else self._restored(x, sizes)
+            return Unrestored(name) if self.in_parts else self._restored(x, sizes)
         except _UnknownForm:
             if listed is None:
                 raise
-            return _Unrestored(name)
+            return Unrestored(name)
 
     def _listed(self, images: Any) -> Any:
         """Return a list of one entry per image, no two of them aliases."""
@@ -155,7 +164,7 @@ class _UnknownForm(Exception):
     """A field of a tower's result has no part per image."""
 
 
-class _Unrestored:
+class Unrestored:
     """Stand for a field whose entries are not known by image, and refuse to be read."""
 
     def __init__(self, name: str) -> None:
@@ -271,7 +280,7 @@ def _prove(
     devices = sorted({x.device.index or 0 for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_cuda})
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices), keeping_no_casts():
-            before = _random_states(devices)
+            before = random_states(devices)
             images, pixels = run(pair, lambda x: x.clone().requires_grad_())
             grads = [_gradients(images[i], pixels, both) for i in (0, 1)]
             with torch.no_grad():
@@ -279,11 +288,11 @@ def _prove(
                 if both.in_parts:
                     first.append(run(pair, lambda x: _without(x, 1, both, blank=True))[0][0])
                 second = [run(pair, lambda x: _without(x, 0, both))[0][1], run(pair[1:], lambda x: x)[0][0]]
-            drawn = any(not torch.equal(x, y) for x, y in zip(before, _random_states(devices), strict=True))
+            drawn = any(not torch.equal(x, y) for x, y in zip(before, random_states(devices), strict=True))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
     finally:
-        changed = _undo(buffers)
+        changed = undo(buffers)
     equal = all(_are_close(images[i].detach(), x) for i, others in enumerate((first, second)) for x in others)
     if drawn or changed or not equal or any(x.ne(0).any() for i in (0, 1) for x in grads[i][1 - i]):
         return False
@@ -353,11 +362,11 @@ def _are_close(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 64 * torch.finfo(x.dtype).eps * x.abs().max())
 
 
-def _random_states(devices: Sequence[int]) -> list[Tensor]:
+def random_states(devices: Sequence[int]) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def _undo(buffers: Sequence[tuple[Tensor, Tensor]]) -> bool:
+def undo(buffers: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Restore buffers that the proof changed; return whether there are any.
 
     By their values, since batch norm changes no version.
@@ -369,7 +378,7 @@ def _undo(buffers: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return bool(changed)
 
 
-def _fields(result: Any) -> Mapping[str, Any]:
+def fields_of(result: Any) -> Mapping[str, Any]:
     return result if isinstance(result, Mapping) else vars(result)
 
 

@@ -23,10 +23,10 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.convert_frame import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import RestartAnalysis
 
-from treefx.passes.labels.facts import Axis, Dims, Factor
 from treefx.runtime.origins import note_vectors
-from treefx.runtime.token_bits import OF_TOKENS, number_tokens
-from treefx.runtime.whole.distinct_images import Distinct, find_distinct, is_separate, note_run, patches_of
+from treefx.runtime.token_bits import number_tokens
+from treefx.runtime.whole.distinct_images import OF_IMAGES, Distinct, find_distinct, is_separate, note_run, patches_of
+from treefx.runtime.whole.image_parts import DistinctParts, are_parts_separate, find_parts
 from treefx.runtime.whole.tower_first import stand_in
 from treefx.torch_patches.patch import is_treefx
 
@@ -34,7 +34,6 @@ __all__ = ["is_in_tower", "tower_instead"]
 
 _NAMES = ("get_image_features", "get_video_features")
 _LIBRARY = "transformers.models."
-_OF_IMAGES: Dims = (*OF_TOKENS, (Factor(Axis.PLAIN, -1),))
 
 
 def tower_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]] | None:
@@ -134,7 +133,7 @@ class _Call:
     values: Sequence[Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    distinct: Distinct | None = None
+    distinct: Distinct | DistinctParts | None = None
     count: int | None = None
     in_parts: bool = False
     states: Sequence[Tensor] = ()
@@ -152,17 +151,27 @@ def _begin(
     """Select the distinct images, where the tower computes each by itself; uncompiled models run all."""
     call = _Call(model, [*args, *kwargs.values()], args, kwargs)
     found = find_distinct(call.given, _number_images) if is_compiled else None
-    repeats = found is not None and len(found.first) < len(found.copy_of)
-    if found is not None and repeats and not any(_is_per_image(x, len(found.copy_of)) for x in call.values):
-        if is_separate(model, original, args, kwargs, found):
-            call.distinct = found
-            call.args = [found.select(x) for x in args]
-            call.kwargs = {name: found.select(x) for name, x in kwargs.items()}
     if found is not None:
         call.count, call.in_parts = len(found.copy_of), found.in_parts
-        note_run(model, call.count, len(found.first) if call.distinct else call.count)
+        call.distinct = chosen = _choose(call, original, found)
+        given = chosen.count if isinstance(chosen, DistinctParts) else call.count
+        note_run(model, given, given if chosen is None else len(chosen.first))
+        if chosen is not None:
+            call.args = [chosen.select(x) for x in args]
+            call.kwargs = {name: chosen.select(x) for name, x in kwargs.items()}
     call.states = _random_states(call.given)
     return call
+
+
+def _choose(call: _Call, original: Callable[..., Any], found: Distinct) -> Distinct | DistinctParts | None:
+    """Return what runs in place of all images: the distinct ones, or the distinct rows of images."""
+    if any(_is_per_image(x, len(found.copy_of)) for x in call.values):
+        return None
+    parts = find_parts(call.model, call.values) if found.in_parts else None
+    if parts is not None and are_parts_separate(call.model, original, call.args, call.kwargs, parts):
+        return parts
+    repeats = len(found.first) < len(found.copy_of)
+    return found if repeats and is_separate(call.model, original, call.args, call.kwargs, found) else None
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -186,11 +195,18 @@ def _end(call: _Call, result: Any) -> bool:
     images: Any = getattr(result, "pooler_output", None)
     one_each = not call.in_parts and isinstance(images, Tensor) and images.dim() > 2 and len(images) == call.count
     if (_is_list(images) or one_each) and not drawn and not any(_is_per_image(x, len(images)) for x in call.values):
-        if one_each:
+        if isinstance(call.distinct, DistinctParts):
+            for x, numbers in zip(images, call.distinct.numbers(images[0].device), strict=True):
+                note_vectors(x, functools.partial(_itself, numbers))
+        elif one_each:
             note_vectors(images, functools.partial(_Numbers(call.given, [1] * len(images)), 0, len(images)))
         else:
             _note(call.given, images, getattr(result, "deepstack_features", None) or ())
     return True
+
+
+def _itself(numbers: Tensor) -> Tensor:
+    return numbers
 
 
 def _random_states(given: Sequence[Tensor]) -> list[Tensor]:
@@ -261,9 +277,9 @@ def _number_images(given: Sequence[Tensor], count: int) -> Tensor | None:
     numbers = []
     for x in given:
         if len(x.shape) and len(x) == count:
-            numbers.append(number_tokens(x.detach().reshape(count, 1, x[:1].numel()), _OF_IMAGES))
+            numbers.append(number_tokens(x.detach().reshape(count, 1, x[:1].numel()), OF_IMAGES))
         elif patches is not None and x.dim() > 1 and len(x) == int(patches.sum()):
-            of_patches = number_tokens(x.detach().reshape(len(x), 1, x[:1].numel()), _OF_IMAGES)[:, 0]
+            of_patches = number_tokens(x.detach().reshape(len(x), 1, x[:1].numel()), OF_IMAGES)[:, 0]
             parts = torch.split(of_patches, patches.tolist())
             numbers.append(torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=-1))
         else:
