@@ -21,7 +21,7 @@ from treefx.passes.ranks.own_graph import OwnGraph, own_graph
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.announce import announce
 from treefx.runtime.dynamo import reads_cache, why_cut
-from treefx.runtime.reason import Reason
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import GraphReport, Records
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.between import RowsBetween, hand_on_changes, holed, taken, whole
@@ -33,6 +33,7 @@ from treefx.runtime.ways.watch import SharingWatch
 from treefx.runtime.whole.numbers import as_tensors, numbers_as_tensors
 from treefx.runtime.whole.parameter_changes import changes_first
 from treefx.runtime.whole.tower_first import towers_first
+from treefx.runtime.whole.towers import is_in_tower
 
 __all__ = ["CompiledGraph"]
 
@@ -149,7 +150,8 @@ class CompiledGraph:
         by_column = None if forest is None else self._native.by_column(args, forest)
         shape = self._analyses.shape(args if by_column is None else by_column)
         if isinstance(shape, Reason):
-            return self._run_ordinary(args, shape if shape.text else None, forest)
+            of_images = forest is None and shape.cause is Cause.TRACE and is_in_tower()  # it has no tokens to share
+            return self._run_ordinary(args, shape if shape.text and not of_images else None, forest)
         if forest is None:
             results = self._rows.run(shape, args)
             if not self._records.report.is_settled:
