@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "empty_outputs",
     "heads_inside",
     "make_indices",
+    "own_dtypes",
     "owned",
     "random_gradient",
     "relative_error",
@@ -183,6 +184,12 @@ def make_indices(
         torch.arange(heads, device=device)[:, None, None],
         torch.arange(batch, device=device)[:, None, None, None],
     )
+
+
+def own_dtypes(device: str) -> AbstractContextManager[object]:
+    """Keep autocast out: dtypes are settled outside."""
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

@@ -17,7 +17,6 @@ attention.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import reference
-from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs, heads_inside, owned
+from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs, heads_inside, own_dtypes, owned
 from treefx.kernels.cpu import attention as cpu
 from treefx.kernels.cpu import boundary as boundary_cpu
 from treefx.kernels.cpu import one_call
@@ -153,11 +152,6 @@ def _inputs(
     return Inputs(q, k, v, subtree_end, buffers, sinks, Boundary(*given) if given else None, deterministic)
 
 
-def _own_dtypes(device: str) -> AbstractContextManager[object]:
-    """Keep autocast out: dtypes are settled outside."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -174,7 +168,7 @@ def _forward(
     if q.numel() == 0 or v.numel() == 0:
         out, lse = empty_outputs(q, v)
         return out.zero_(), lse.fill_(-torch.inf)
-    with _own_dtypes(q.device.type):
+    with own_dtypes(q.device.type):
         out, lse = choose_implementation(impl, inputs).forward(inputs, Score.from_json(score))
     return heads_inside(out), owned(lse)
 
@@ -207,7 +201,7 @@ def _backward(
     if q.numel() == 0 or v.numel() == 0:
         dq, dk, dv, *rest = [torch.zeros_like(leaf) for leaf in inputs.differentiable(buffer_grads)]
     else:
-        with _own_dtypes(q.device.type):
+        with own_dtypes(q.device.type):
             module = choose_implementation(impl, inputs)
             dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, Score.from_json(score), buffer_grads)
     grads, heads = [dq, dk, dv, *rest], _tensors_of_heads(inputs)

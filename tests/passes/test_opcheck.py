@@ -63,6 +63,19 @@ def test_own_products(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> No
     opcheck(_ops.own_products_backward.default, (grad, q, k, own))
 
 
+@each_with("sinks", False, True)
+def test_sparse_tree_attention(lay: Callable[[Tensor], Tensor], sinks: bool) -> None:
+    q, k, v = (lay(torch.randn(shape)) for shape in ((4, 5, 3), (2, 5, 3), (2, 5, 6)))
+    keys = lay(torch.tensor([[0, -1], [1, 0], [2, -1], [3, 1], [-1, -1]], dtype=torch.int32))
+    logits = torch.randn(4) if sinks else None
+    operands = leaf(q), leaf(k), leaf(v), keys, None if logits is None else leaf(logits)
+    for impl in ("chunks", "reference"):
+        opcheck(_ops.sparse_tree_attention.default, (*operands, 0.5, impl))
+    out, lse = _ops.sparse_tree_attention(q, k, v, keys, logits, 0.5, "chunks")
+    grad = lay(torch.randn(4, 5, 6))
+    opcheck(_ops.sparse_tree_attention_backward.default, (grad, q, k, v, keys, logits, out, lse, 0.5, "chunks"))
+
+
 def test_as_read(lay: Callable[[Tensor], Tensor]) -> None:
     for x in (leaf(lay(torch.randn(4, 6))), lay(torch.randn(4, 6)).long(), torch.zeros((), dtype=torch.float64)):
         opcheck(_ops.as_read.default, (x,))
@@ -303,7 +316,7 @@ def test_every_operator_has_its_check() -> None:
         "library_backward", "library_part", "library_part_backward", "library_tree", "library_tree_backward",
         "own_piece", "own_products", "own_products_backward", "part_scan", "part_scan_backward", "pick", "restore",
         "restore_pick", "restore_surprise", "row_convolution", "row_convolution_backward", "row_scan",
-        "row_scan_backward", "same_on_ranks", "segments",
+        "row_scan_backward", "same_on_ranks", "segments", "sparse_tree_attention", "sparse_tree_attention_backward",
         "sum_over_ranks", "surprise", "token_module", "token_module_backward", "tower", "tree_attention",
         "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip

@@ -19,6 +19,7 @@ NAMES = {
         "layers/interpreted_layers",
         "head_loss/interpreted_head_loss",
         "head_loss/interpreted_trl_head",
+        "sparse/interpreted_sparse",
     ),
 }
 """Two processes of equal length: each imports PyTorch once."""

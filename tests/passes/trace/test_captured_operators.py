@@ -22,6 +22,7 @@ from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.head_loss import eager
 from treefx.kernels.recurrence import part_scan as _scans  # noqa: F401
 from treefx.kernels.recurrence import row_scan
+from treefx.kernels.sparse import ops as sparse
 from treefx.passes.cuts import exchange as _exchange  # noqa: F401
 from treefx.passes.packing import vocab_tail
 from treefx.passes.ranks import collectives
@@ -52,6 +53,7 @@ N, V, H, R = 6, 11, 4, 8
 HIDDEN, WEIGHT, BIAS = floats(N, H), floats(V, H), floats(V)
 TAIL = (HIDDEN, WEIGHT, BIAS, numbers(R), numbers(R))
 HEADS = (floats(1, 2, N, H), floats(1, 1, N, H), floats(1, 1, N, H))
+LISTED = (*(x[0] for x in HEADS), numbers(N, 3))
 UNTAGGED: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     "as_read": (changed_inputs.as_read, [(HIDDEN,)]),
     "attention": (opaque_ops.attention, [(*HEADS, None, 0.0, True, None, True)]),
@@ -73,6 +75,11 @@ UNTAGGED: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     ),
     "same_on_ranks": (collectives.same_on_ranks, [(HIDDEN, "group")]),
     "segments": (flash.segments, [(numbers(1, N), None, N), (None, numbers(3), N)]),
+    "sparse_tree_attention": (sparse.sparse_tree_attention, [(*LISTED, None, 0.5), (*LISTED, floats(2), 0.5)]),
+    "sparse_tree_attention_backward": (
+        sparse.sparse_tree_attention_backward,
+        [(HEADS[0][0], *LISTED, sinks, HEADS[0][0], floats(2, N), 0.5, "auto") for sinks in (None, floats(2))],
+    ),
     "surprise": (vocab_tail.surprise, [(*TAIL, 0.5, 30.0, 3), (*TAIL, 1.0, None, 0)]),
 }  # fmt: skip
 
