@@ -19,8 +19,11 @@ def kernel_source_of(node: fx.Node) -> str:
     """Return the plain kernels of a tree attention, with the user's line, or why none exist.
 
     Args:
-        node: A call of ``treefx::tree_attention``, with ``meta["val"]`` on its operands.
+        node: A call of ``treefx::tree_attention``, with ``meta["val"]`` on its operands; of
+            ``treefx::sparse_tree_attention``, whose kernels are not generated, the file that has them.
     """
+    if "sparse" in str(node.target):
+        return f"# {user_line(node) or ''}\n# The kernels of chosen keys are in treefx/kernels/sparse/device_code.py."
     from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_source
     from treefx.kernels.gpu.triton_tree.configs import chunk_widths
     from treefx.kernels.gpu.triton_tree.expressions import kinds_of

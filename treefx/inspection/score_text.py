@@ -12,11 +12,12 @@ from torch import fx
 from treefx.inspection.source_lines import module_of
 from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.score import Expr, Score
+from treefx.kernels.sparse import ops as _sparse  # noqa: F401  (registers the operator)
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.packing.kernel_sources import kernel_source_of
 from treefx.passes.trace.pattern import is_number_input
 
-__all__ = ["Formula", "attention_formulas", "attention_nodes", "describe_attentions", "format_expression"]
+__all__ = ["SPARSE", "Formula", "attention_formulas", "attention_nodes", "describe_attentions", "format_expression"]
 
 aten = torch.ops.aten
 _METADATA = ("row", "column", "subtree_end", "token_of", "tokens")
@@ -26,11 +27,14 @@ _READS = {
     aten.index_select, aten.select, aten.slice, aten.expand, aten.clone, aten.alias, aten.detach,
 }  # fmt: skip
 """Operators that move elements and leave their values alone."""
+_TREE = torch.ops.treefx.tree_attention.default
+SPARSE = torch.ops.treefx.sparse_tree_attention.default
+"""Attention to a list of chosen keys per query."""
 
 
 def attention_nodes(rewritten: fx.GraphModule) -> list[fx.Node]:
     """The tree attentions of a graph, in order."""
-    return rewritten.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention.default)
+    return [node for node in rewritten.graph.nodes if node.target in (_TREE, SPARSE)]
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,22 @@ def _input_name(node: fx.Node) -> str:
     return name[2:].removesuffix("_") if name.startswith("L_") else name
 
 
+def _formula_of_list(node: fx.Node) -> Formula:
+    """Return the formula of an attention to listed keys, which the tree and all conditions have passed."""
+    query, key, value, keys, sinks, scale = node.args[:6]
+    expression: Expr = ("mul", ("dot",), ("const", scale))
+    visible = f"k is among the {_number_of_keys(keys)} keys that q has chosen, and q sees it"
+    shapes = " ".join(_shape(item) for item in (query, key, value))
+    return Formula(format_expression(expression, []), visible, expression, None, [], {}, sinks is not None, shapes)
+
+
+def _number_of_keys(keys: Any) -> str:
+    return str(keys.meta["val"].shape[-1])
+
+
 def _formula(node: fx.Node, inputs: Mapping[fx.Node, str]) -> Formula:
+    if node.target is SPARSE:
+        return _formula_of_list(node)
     query, key, value, _, buffers, sinks, text = node.args[:7]
     assert isinstance(text, str) and isinstance(buffers, Sequence)
     score, sources = Score.from_json(text), [_read_from(buffer, inputs) for buffer in buffers]

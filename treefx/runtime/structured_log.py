@@ -28,7 +28,7 @@ def log_compiled(executable: Executable) -> None:
     for stage, gm in executable.graphs.items():
         log_graph(f"treefx_{stage}", gm)
     nodes = executable.rewritten.gm.graph.nodes
-    attentions = [node for node in nodes if "tree_attention" in str(node.target)]
+    attentions = [node for node in nodes if "treefx.tree_attention" in str(node.target)]
     for i, source in enumerate(dict.fromkeys(kernel_source_of(node) for node in attentions)):
         _log(f"treefx_kernel_{i}", "string", source)
 

@@ -2,7 +2,8 @@
 
 An attention counts every key of its row's columns, visible or not, as the counter of PyTorch does for a causal one: on
 rows that is B T queries times T keys, on the tree N queries times T keys. So the ratio of the two is that of the tokens
-that ran, and nothing is gained by the way of counting.
+that ran, and nothing is gained by the way of counting. Only an attention that reads a list of K chosen keys per query
+counts N K of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from treefx.inspection.report.sizes import Sizes
 from treefx.kernels import ops as _ops  # noqa: F401  (registers tree_attention)
 from treefx.kernels import own_products as _own_products  # noqa: F401  (registers own_products)
+from treefx.kernels.sparse import ops as _sparse  # noqa: F401  (registers sparse_tree_attention)
 from treefx.passes.labels.facts import FACT, Axis, fact_of
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401  (registers as_read)
@@ -33,6 +35,7 @@ _VIEWS = {
 }  # fmt: skip
 _WHOLE = {torch.ops.treefx.attention.default}
 _TREE = torch.ops.treefx.tree_attention.default
+_SPARSE = torch.ops.treefx.sparse_tree_attention.default
 _OWN = torch.ops.treefx.own_products.default
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 
@@ -68,6 +71,9 @@ def node_flops(node: fx.Node, sizes: Sizes, columns: int) -> int:
     if node.target is _TREE:
         query, value = (sizes.shape(node.args[i]) for i in (0, 2))
         return 2 * math.prod(query[:-1]) * columns * (query[-1] + value[-1])
+    if node.target is _SPARSE:
+        query, _, value, keys = (sizes.shape(item) for item in node.args[:4])
+        return 2 * math.prod(query[:-1]) * keys[-1] * (query[-1] + value[-1])
     if node.target is _OWN:
         return 2 * math.prod(sizes.shape(node.args[0])) * sizes.shape(node.args[2])[-1]
     return _registered(node, sizes)

@@ -19,6 +19,8 @@ MARKS = {
     "treefx.restore_pick": "restore",
     "treefx.tree_attention": "attention",
     "treefx.tree_attention_backward": "attention",
+    "treefx.sparse_tree_attention": "attention",
+    "treefx.sparse_tree_attention_backward": "attention",
     "treefx.expand": "expand",
     "treefx.pick": "expand",
 }
