@@ -7,13 +7,14 @@
 4   ``contract``            (inside 2) what a causal mixer computed on rows, read once per token again
 5   ``loss_laws``           (inside 2) losses pick from packed values
 6   ``tree_scans``          contracted values that are linear recurrences, recognised by value, run along the tree
-7   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
-8   ``regions``             equal layers as calls of one subgraph, compiled once (inductor; not parts)
-9   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
+7   ``sparse_attention``    attentions to few chosen keys, which read these keys alone
+8   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
+9   ``regions``             equal layers as calls of one subgraph, compiled once (inductor; not parts)
+10  ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
 ==  ======================  ==================================================================================
 
-``analyse`` runs 1 to 6 for batches of all sizes, or for one shape of inputs, ``rewrite`` 7 for one variant of it,
-``compile_variant`` 8 and 9; each of them runs the passes of its stage that ``build_passes`` has listed.
+``analyse`` runs 1 to 7 for batches of all sizes, or for one shape of inputs, ``rewrite`` 8 for one variant of it,
+``compile_variant`` 9 and 10; each of them runs the passes of its stage that ``build_passes`` has listed.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.scores.segment_values import along_segments
+from treefx.passes.scores.sparse import find_sparse
 from treefx.passes.trace.flash import read_equal_once
 from treefx.passes.trace.pattern import inline_sizes
 from treefx.passes.trace.repeated_inputs import read_repeated_once
@@ -70,6 +72,7 @@ __all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "comp
 OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
     "tree_scans": "linear recurrences run on rows and are contracted",
+    "sparse_attention": "attention to a few chosen keys reads all keys under a mask",
     "loss_laws": "the loss reads logits that are expanded to rows",
 }
 """Passes that may be left out, and the effect. Results stay exact."""
@@ -123,6 +126,7 @@ def build_passes(inner: Inner, disabled: Collection[str] = (), *, regions: bool 
         Pass("trace", _trace, "analyse"),
         Pass("label_tokens", label, "analyse"),
         *([] if "tree_scans" in disabled else [Pass("tree_scans", _tree_scans, "analyse")]),
+        *([] if "sparse_attention" in disabled else [Pass("sparse_attention", _sparse_attention, "analyse")]),
         Pass("pack_tokens", _pack_tokens, "rewrite"),
         Pass("boundary_kv", _boundary_kv, "rewrite"),
         *([Pass("regions", functools.partial(_regions, every=regions is True), "compile")] if calls else []),
@@ -247,6 +251,12 @@ def _tree_scans(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     tokens = work.analysis.tokens
     if tokens is not None and work.analysis.batch is None:
         find_tree_scans(gm, tokens.rows, tokens.columns)
+    return gm
+
+
+def _sparse_attention(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+    if work.analysis.tokens is not None and find_sparse(gm):
+        work.analysis.attentions = attentions(gm)
     return gm
 
 

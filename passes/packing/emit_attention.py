@@ -13,6 +13,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
 from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr, Score, evaluate
+from treefx.kernels.sparse import ops as _sparse_ops  # noqa: F401  (registers the operator)
 from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.base import LABELLED
@@ -22,6 +23,7 @@ from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.scores.hidden import Range, bounded, is_hidden, unknown
+from treefx.passes.scores.sparse import SparseAttention
 
 __all__ = ["depths", "places"]
 
@@ -36,6 +38,59 @@ _ROUNDING = 1.05
 def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     attention = fact.law
     assert isinstance(attention, Attention) and fact.dims is not None
+    query, key, value = _operands(packer, attention)
+    buffers: list[Tensor] = []
+    visible = [_kernel_form(packer, item, buffers) for item in _asked(packer, attention)]
+    score = Score(_kernel_form(packer, attention.score, buffers), _all(visible))
+    sinks = None if attention.sinks is None else _sinks(packer, attention.sinks, query)
+    boundary = None
+    if attention.blocks is not None:
+        boundary = boundary_of_blocks(packer, attention.blocks, key, value, functools.partial(_at_tokens, packer))
+        expressions = ("and", score.value, *([] if score.visible is None else [score.visible]))
+        buffers = with_outside(expressions, buffers)
+    out = attend(query, key, value, packer.metadata.subtree_end, score, buffers, sinks, boundary=boundary)
+    return _as_model(packer, node, out)
+
+
+@emits(SparseAttention)
+def _sparse_attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
+    attention = fact.law
+    assert isinstance(attention, SparseAttention)
+    query, key, value = _operands(packer, attention)
+    sinks = None if attention.sinks is None else _sinks(packer, attention.sinks, query)
+    operands = query[0], key[0], value[0], _listed_keys(packer, attention), sinks
+    out, _ = torch.ops.treefx.sparse_tree_attention.default(*operands, attention.scale)
+    return _as_model(packer, node, out[None])
+
+
+def _listed_keys(packer: Packer, attention: SparseAttention) -> Tensor:
+    """The tokens that each query has chosen and may see, int32 [N, K]; -1 for a key that it may not see.
+
+    Those are keys of the future and of padding, where a query has fewer keys than it chooses.
+    """
+    metadata = packer.metadata
+    columns: Tensor = packer.packed(attention.columns)[0].to(torch.int64)
+    keys = metadata.token_of[metadata.row[:, None], columns]
+    query = torch.arange(metadata.tokens, device=keys.device)[:, None]
+    seen, keys = (keys >= 0) & (keys <= query), keys.clamp(min=0)
+    seen = seen & (query < metadata.subtree_end[keys])
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    for condition in _asked(packer, attention):
+        if condition != attention.choice:
+            buffers: list[Tensor] = []
+            form = _kernel_form(packer, condition, buffers)
+            value = evaluate(form, dot=zero, q=query, k=keys, head=zero, batch=zero, buffers=buffers)
+            seen = seen & value.to(torch.bool)
+    return torch.where(seen, keys, -1).to(torch.int32)
+
+
+def _asked(packer: Packer, attention: Attention) -> list[Expr]:
+    """The conditions on keys and on pairs that not all tokens of the call meet."""
+    return [item for item in (*attention.conditions, *attention.padding) if item not in packer.redundant]
+
+
+def _operands(packer: Packer, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as [1, heads, N, features] of one dtype; check what only the call's numbers decide."""
     query = _heads_first(packer, attention.query)
     key, value = _heads_first(packer, attention.key), _heads_first(packer, attention.value)
     if key.shape[1] != value.shape[1]:
@@ -48,21 +103,17 @@ def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     # Some models form scores in float32 and weigh values in their own type: the operator has one.
     wide = reduce(torch.promote_types, (key.dtype, value.dtype), query.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    buffers: list[Tensor] = []
-    conditions = [item for item in (*attention.conditions, *attention.padding) if item not in packer.redundant]
-    visible = [_kernel_form(packer, item, buffers) for item in conditions]
-    score = Score(_kernel_form(packer, attention.score, buffers), _all(visible))
-    sinks = None if attention.sinks is None else _sinks(packer, attention.sinks, query)
     if attention.doubt is not None:
         packer.hidden.append(is_hidden(*attention.doubt, functools.partial(_range, packer, query, key)))
-    boundary = None
-    if attention.blocks is not None:
-        boundary = boundary_of_blocks(packer, attention.blocks, key, value, functools.partial(_at_tokens, packer))
-        expressions = ("and", score.value, *([] if score.visible is None else [score.visible]))
-        buffers = with_outside(expressions, buffers)
-    out = attend(query, key, value, packer.metadata.subtree_end, score, buffers, sinks, boundary=boundary)
+    return query, key, value
+
+
+def _as_model(packer: Packer, node: fx.Node, out: Tensor) -> Tensor:
+    """A result [1, heads, N, features] in the dtype and the dimensions that the model has."""
+    dims = fact_of(node).dims
+    assert dims is not None
     out = out.to(node.meta["val"].dtype)
-    return out.reshape(packer.shape(fact.dims)) if out.dim() != len(fact.dims) else out
+    return out.reshape(packer.shape(dims)) if out.dim() != len(dims) else out
 
 
 def _range(packer: Packer, query: Tensor, key: Tensor, expr: Expr) -> Range:

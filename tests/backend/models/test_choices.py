@@ -16,7 +16,10 @@ from tests.backend.support import Pair, assert_packed, compare, compile_with
 from tests.batches import Side, distinct_tokens, left_padded, shared_batch
 from tests.models import TinyLM, double_from, lifted
 from tests.oracle import FLOAT32, refused
-from treefx.passes.packing import emit_choices
+from treefx.inspection.report.costs import node_flops
+from treefx.inspection.report.sizes import Sizes
+from treefx.passes.packing import emit_attention, emit_choices
+from treefx.passes.scores import sparse as sparse_pass
 from treefx.runtime.records import find
 from treefx.tools.bench.zoo.flop_share import flop_share
 
@@ -54,6 +57,72 @@ def test_indexers(name: str, keys: int) -> None:
         assert checked.stats["expansions"] == []
     graph = find(pair.model.parameters())[0].graph.rewrites[0].traced
     assert flop_share(graph).of_all == 1.0
+
+
+# Attention that reads the chosen keys alone ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of keys are read also where rows are as short as here and a mask takes less time."""
+    monkeypatch.setattr(sparse_pass, "pays_off", lambda *given: True)
+
+
+def written(pair: Pair) -> tuple[int, int]:
+    """How many attentions of the last graph read lists, and how many read all keys."""
+    nodes = find(pair.model.parameters())[0].graph.rewrites[-1].gm.graph.nodes
+    names = [str(node.target) for node in nodes]
+    return names.count("treefx.sparse_tree_attention.default"), names.count("treefx.tree_attention.default")
+
+
+@pytest.mark.parametrize("keys", [4, 14, 64])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_indexers_read_the_chosen_keys(name: str, keys: int, lists: None) -> None:
+    """Fewer keys than the row has, as many, and more: then some of the chosen ones lie in the future."""
+    pair = Pair(sparse(name, index_topk=keys))
+    layers = len(pair.model.model.layers)
+    sides: list[Side] = ["right", "left"]
+    for side in sides:
+        batch = shared_batch(rows=4, length=14, shared=6, padding=side)
+        checked = pair.check(batch)
+        assert_packed(checked, distinct_tokens(batch), layers)
+        assert written(pair) == (layers, 0)
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(2, (1, 0)), (3, (0, 1))])
+def test_long_rows_read_the_chosen_keys(keys: int, expected: tuple[int, int]) -> None:
+    """By the count of work: 2 * 20 pairs are fewer than 48, 3 * 20 are not."""
+    pair = Pair(sparse("deepseek_v32", index_topk=keys))
+    batch = shared_batch(rows=3, length=96, shared=70)
+    assert_packed(pair.check(batch), distinct_tokens(batch), 1)
+    assert written(pair) == expected
+
+
+def test_work_is_that_of_the_chosen_keys(lists: None) -> None:
+    """N * K pairs per head, where the mask has N * T."""
+    pair = Pair(sparse("deepseek_v32", index_topk=4))
+    found = []
+    for length in (14, 28):
+        batch = shared_batch(rows=4, length=length, shared=6)
+        pair.check(batch)
+        nodes = find(pair.model.parameters())[0].graph.rewrites[-1].gm.graph.nodes
+        (node,) = (node for node in nodes if "sparse_tree_attention" in str(node.target))
+        tokens, symbol = distinct_tokens(batch), node.args[0].meta["val"].shape[1].node.expr
+        found.append(node_flops(node, Sizes({symbol: tokens}), length) / tokens)
+    assert found == [2 * 2 * 4 * (16 + 8)] * 2, "two heads of 16 and 8 features, four keys, however long the rows"
+
+
+def test_a_report_shows_the_list(lists: None) -> None:
+    pair = Pair(sparse("deepseek_v32", index_topk=4))
+    batch = shared_batch(rows=4, length=14, shared=6, padding=None)
+    pair.check(batch)
+    report = treefx.inspect(pair.compiled)
+    (account,) = report.attention
+    assert "among the 4 keys that q has chosen" in account.visible and "chosen keys" in account.kernel
+    tokens, first = distinct_tokens(batch), (1 + 2 + 3)
+    assert account.pairs == 4 * tokens - (3 * 4 - first), "the first three of one tree have fewer ancestors"
+    (text,) = report.kernels.values()
+    assert "device_code.py" in text
 
 
 class Indexed(nn.Module):
@@ -110,6 +179,52 @@ class Additive(Indexed):
 def model_of(attention: Callable[[], nn.Module] = Indexed, layers: int = 1) -> TinyLM:
     torch.manual_seed(3)
     return TinyLM(attention, layers=layers).double()
+
+
+class Windowed(Indexed):
+    """Of the chosen keys, those of the last seven tokens, and none of an id that is a multiple of five."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, chosen: Any) -> Tensor:
+        place = torch.arange(seen.shape[-1], device=q.device)
+        return super().attend(q, k, v, seen & (place[:, None] - place < 7), chosen)
+
+
+@pytest.mark.parametrize(("attention", "inner"), [(Indexed, "aot_eager"), (Additive, "eager"), (Windowed, "eager")])
+def test_choices_by_lists(attention: Callable[[], nn.Module], inner: str, lists: None) -> None:
+    """Ties, other conditions besides the choice, several batches and lengths."""
+    pair = Pair(model_of(attention, 2), inner=inner)
+    for seed, length in enumerate((17, 17, 11)):
+        batch = shared_batch(rows=4, length=length, shared=8, vocab=VOCAB, padding="right", seed=seed)
+        assert_packed(pair.check(batch), distinct_tokens(batch), 2)
+        assert written(pair) == (2, 0)
+
+
+def test_scores_that_are_added_stay_under_a_mask(lists: None) -> None:
+    pair = Pair(model_of(Biased))
+    batch = shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding=None)
+    assert_packed(pair.check(batch), distinct_tokens(batch), 1)
+    assert written(pair) == (0, 1)
+
+
+def _all_chosen(packer: Any, attention: Any) -> Tensor:
+    """Keep keys of the future: those of other rows, too."""
+    columns = packer.packed(attention.columns)[0].to(torch.int64)
+    return packer.metadata.token_of[packer.metadata.row[:, None], columns].to(torch.int32)
+
+
+def _columns_as_tokens(packer: Any, attention: Any) -> Tensor:
+    """Take a column of the row for a token of the packed row."""
+    keys = packer.packed(attention.columns)[0].to(torch.int32)
+    own = torch.arange(packer.metadata.tokens, device=keys.device)[:, None]
+    return torch.where(keys <= own, keys, -1)
+
+
+@pytest.mark.parametrize("mistake", [_all_chosen, _columns_as_tokens])
+def test_a_wrong_list_is_found(mistake: Any, lists: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding=None)
+    monkeypatch.setattr(emit_attention, "_listed_keys", mistake)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(model_of(), batch, tolerance=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -216,15 +331,18 @@ def test_padding_that_is_chosen_from_stays() -> None:
     assert checked.stats["fallback"] is not None or checked.stats["tokens"] > distinct_tokens(batch)
 
 
-def test_holes_in_the_mask() -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_holes_in_the_mask(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of the same ids of which one does not see its third token choose among different keys."""
+    if listed:
+        monkeypatch.setattr(sparse_pass, "pays_off", lambda *given: True)
     batch = shared_batch(rows=3, length=12, shared=6, vocab=VOCAB, padding=None)
     mask = torch.ones_like(batch.input_ids)
     mask[1, 2] = 0
     compare(model_of(), replace(batch, attention_mask=mask))
 
 
-def test_forests_are_refused() -> None:
+def test_forests_are_refused(lists: None) -> None:
     batch = shared_batch(rows=3, length=10, shared=4, vocab=VOCAB, padding=None)
     forest = treefx.Forest.from_padded(batch.input_ids, torch.ones_like(batch.input_ids))
     compiled = compile_with(model_of())
@@ -232,7 +350,7 @@ def test_forests_are_refused() -> None:
         compiled(**forest.model_inputs())
 
 
-def test_experts_in_float32() -> None:
+def test_experts_in_float32(lists: None) -> None:
     model = sparse("deepseek_v32", index_topk=4, mlp_layer_types=["sparse"]).float()
     batch = shared_batch(rows=4, length=14, shared=6)
     assert_packed(compare(model, batch, FLOAT32), distinct_tokens(batch), 1)
