@@ -112,11 +112,11 @@ def _judge(given: Listed) -> bool:
 
 
 def largest_error(given: Listed) -> float:
-    """Return the largest relative error of the kernels' results, against PyTorch's operators."""
+    """Return the largest relative error of the kernels' results, against PyTorch's operators in float64."""
     from treefx.kernels.sparse import fused
 
-    sinks = None if given.sinks is None else given.sinks.float()
-    wide = replace(given, q=given.q.float(), k=given.k.float(), v=given.v.float(), sinks=sinks)
+    sinks = None if given.sinks is None else given.sinks.double()
+    wide = replace(given, q=given.q.double(), k=given.k.double(), v=given.v.double(), sinks=sinks)
     expected, lse = chunks.forward(wide)
     grad = random_gradient(expected, lse)
     right = [expected, *chunks.backward(grad, wide, expected, lse)]

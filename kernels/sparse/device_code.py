@@ -2,7 +2,8 @@
 
 A program of ``attend_listed`` and ``restore_queries`` has one query and one key head: it walks the query's list, a
 block of keys at a time, for ROWS query heads of the group. A program of ``restore_keys`` has one key: it walks the
-queries that list it, so nothing is added up across programs.
+queries that list it, so nothing is added up across programs. Where many heads share a key, ``restore_queries`` adds to
+the gradients of keys instead, by products of tensor cores, in no fixed order.
 
 Rows of tensors are dense; heads and tokens lie at any distance.
 """
@@ -102,6 +103,8 @@ def restore_queries(
     Lse,
     Delta,
     OfQ,
+    OfK,
+    OfV,
     q_head,
     q_token,
     k_head,
@@ -112,6 +115,10 @@ def restore_queries(
     grad_token,
     of_head,
     of_token,
+    of_k_head,
+    of_k_token,
+    of_v_head,
+    of_v_token,
     tokens,
     listed,
     scale,
@@ -125,7 +132,10 @@ def restore_queries(
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of a query's heads."""
+    """Write the gradient of a query's heads, or add its part to the gradients of its keys and values.
+
+    OfQ is None, or OfK and OfV are: together their sums would not fit into registers.
+    """
     query = tl.program_id(0).to(tl.int64)
     key_head = (tl.program_id(1) // SPLITS).to(tl.int64)
     row = tl.program_id(1) % SPLITS * ROWS + tl.arange(0, ROWS)
@@ -145,12 +155,21 @@ def restore_queries(
         k = rows_of(K + key_head * k_head, key, k_token, 0, 0, feature, WIDTH, seen)
         v = rows_of(V + key_head * v_head, key, v_token, 0, 0, value_feature, VALUES, seen)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        weight = tl.where(seen[None, :], tl.exp(score - lse[:, None]), 0.0)
+        weight = tl.where(here[:, None] & seen[None, :], tl.exp(score - lse[:, None]), 0.0)
         of_weight = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         of_score = weight * (of_weight - delta[:, None]) * scale
-        sums += tl.dot(of_score.to(k.dtype), k, input_precision=PRECISION)
-    at = OfQ + head[:, None] * of_head + query * of_token + feature[None, :]
-    tl.store(at, sums.to(OfQ.dtype.element_ty), mask=here[:, None] & (feature < WIDTH)[None, :])
+        if OfQ is not None:
+            sums += tl.dot(of_score.to(k.dtype), k, input_precision=PRECISION)
+        if OfK is not None:
+            of_k = tl.dot(tl.trans(of_score.to(q.dtype)), q, input_precision=PRECISION)
+            at = OfK + key_head * of_k_head + key.to(tl.int64)[:, None] * of_k_token + feature[None, :]
+            tl.atomic_add(at, of_k, mask=seen[:, None] & (feature < WIDTH)[None, :], sem="relaxed")
+            of_v = tl.dot(tl.trans(weight.to(grad.dtype)), grad, input_precision=PRECISION)
+            at = OfV + key_head * of_v_head + key.to(tl.int64)[:, None] * of_v_token + value_feature[None, :]
+            tl.atomic_add(at, of_v, mask=seen[:, None] & (value_feature < VALUES)[None, :], sem="relaxed")
+    if OfQ is not None:
+        at = OfQ + head[:, None] * of_head + query * of_token + feature[None, :]
+        tl.store(at, sums.to(OfQ.dtype.element_ty), mask=here[:, None] & (feature < WIDTH)[None, :])
 
 
 # Long: its arguments take one line each.

@@ -47,7 +47,10 @@ class Listed:
         return [] if self.sinks is None else [sink_gradient(grad_out[None], out[None], lse[None], self.sinks)]
 
     def first_tokens(self, tokens: int, listed: int) -> Listed:
-        """Return the same attention of the first tokens, to as many first keys of each list."""
+        """Return the same attention of the first tokens, to as many first keys of each list.
+
+        Forms are compared on it, so numbers that are not finite are zeros.
+        """
         keys = self.keys[:tokens, :listed]
-        q, k, v = (x.detach()[:, :tokens] for x in (self.q, self.k, self.v))
+        q, k, v = (x.detach()[:, :tokens].nan_to_num(0.0, 0.0, 0.0) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, keys=keys.masked_fill(keys >= tokens, -1))

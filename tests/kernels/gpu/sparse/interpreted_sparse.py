@@ -84,6 +84,16 @@ def test_sizes(sizes: Sizes, dtype: torch.dtype) -> None:
     check(drawn(sizes, dtype))
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_many_heads_of_one_key_in_a_fixed_order(dtype: torch.dtype) -> None:
+    """Deterministic algorithms sort; otherwise a query adds its part."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(drawn(Sizes(heads=18, kv_heads=1, listed=21), dtype))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_layouts() -> None:
     """Heads inside, as models have them; rows that are not dense; lists in int64."""
     given = drawn(Sizes())

@@ -46,6 +46,23 @@ def test_nothing_waits_for_the_device(launches: list[Launch]) -> None:
     assert [launch.kernel.__name__ for launch in launches] == ["attend_listed", "restore_queries", "restore_keys"]
 
 
+def test_many_heads_of_one_key_are_added(launches: list[Launch]) -> None:
+    """By a second launch of the same kernel, in float32; deterministic algorithms sort."""
+    problem = given(32, 2, (24, 16), BF16)
+    step(problem)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["attend_listed", "restore_queries", "restore_queries"]
+    first, second = (launch.arguments for launch in launches[1:])
+    assert first["OfK"] is None and second["OfQ"] is None and second["OfK"].dtype == torch.float32
+    launches.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        step(problem)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [launch.kernel.__name__ for launch in launches][-1] == "restore_keys"
+
+
 def test_programs_and_pairs(launches: list[Launch]) -> None:
     """A program per query and key head, which walks one list: N * K pairs, whatever N."""
     step(given(4, 2, (24, 16), BF16, "meta"))
@@ -61,8 +78,9 @@ CASES: list[tuple[int, int, tuple[int, int], torch.dtype]] = [
     (32, 2, (64, 64), torch.float16),
     (2, 1, (64, 64), torch.float32),
     (128, 1, (192, 128), BF16),
+    (128, 1, (576, 512), BF16),
 ]
-"""Expanded heads of multi-head latent attention first, then groups of query heads."""
+"""Expanded heads of multi-head latent attention first, then groups of query heads; its latent vectors last."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
