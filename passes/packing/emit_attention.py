@@ -13,7 +13,6 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
 from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr, Score, evaluate
-from treefx.kernels.sparse import ops as _sparse_ops  # noqa: F401  (registers the operator)
 from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.base import LABELLED
@@ -23,9 +22,10 @@ from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.scores.hidden import Range, bounded, is_hidden, unknown
-from treefx.passes.scores.sparse import SparseAttention
 
-__all__ = ["depths", "places"]
+__all__ = [
+    "as_model", "asked", "check_hidden", "depths", "heads_first", "kernel_form", "operands", "places", "sink_logits",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -38,77 +38,49 @@ _ROUNDING = 1.05
 def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     attention = fact.law
     assert isinstance(attention, Attention) and fact.dims is not None
-    query, key, value = _operands(packer, attention)
+    query, key, value = operands(packer, attention)
+    check_hidden(packer, attention, query, key)
     buffers: list[Tensor] = []
-    visible = [_kernel_form(packer, item, buffers) for item in _asked(packer, attention)]
-    score = Score(_kernel_form(packer, attention.score, buffers), _all(visible))
-    sinks = None if attention.sinks is None else _sinks(packer, attention.sinks, query)
+    visible = [kernel_form(packer, item, buffers) for item in asked(packer, attention)]
+    score = Score(kernel_form(packer, attention.score, buffers), _all(visible))
+    sinks = None if attention.sinks is None else sink_logits(packer, attention.sinks, query)
     boundary = None
     if attention.blocks is not None:
         boundary = boundary_of_blocks(packer, attention.blocks, key, value, functools.partial(_at_tokens, packer))
         expressions = ("and", score.value, *([] if score.visible is None else [score.visible]))
         buffers = with_outside(expressions, buffers)
     out = attend(query, key, value, packer.metadata.subtree_end, score, buffers, sinks, boundary=boundary)
-    return _as_model(packer, node, out)
+    return as_model(packer, node, out)
 
 
-@emits(SparseAttention)
-def _sparse_attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
-    attention = fact.law
-    assert isinstance(attention, SparseAttention)
-    query, key, value = _operands(packer, attention)
-    sinks = None if attention.sinks is None else _sinks(packer, attention.sinks, query)
-    operands = query[0], key[0], value[0], _listed_keys(packer, attention), sinks
-    out, _ = torch.ops.treefx.sparse_tree_attention.default(*operands, attention.scale)
-    return _as_model(packer, node, out[None])
-
-
-def _listed_keys(packer: Packer, attention: SparseAttention) -> Tensor:
-    """The tokens that each query has chosen and may see, int32 [N, K]; -1 for a key that it may not see.
-
-    Those are keys of the future and of padding, where a query has fewer keys than it chooses.
-    """
-    metadata = packer.metadata
-    columns: Tensor = packer.packed(attention.columns)[0].to(torch.int64)
-    keys = metadata.token_of[metadata.row[:, None], columns]
-    query = torch.arange(metadata.tokens, device=keys.device)[:, None]
-    seen, keys = (keys >= 0) & (keys <= query), keys.clamp(min=0)
-    seen = seen & (query < metadata.subtree_end[keys])
-    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
-    for condition in _asked(packer, attention):
-        if condition != attention.choice:
-            buffers: list[Tensor] = []
-            form = _kernel_form(packer, condition, buffers)
-            value = evaluate(form, dot=zero, q=query, k=keys, head=zero, batch=zero, buffers=buffers)
-            seen = seen & value.to(torch.bool)
-    return torch.where(seen, keys, -1).to(torch.int32)
-
-
-def _asked(packer: Packer, attention: Attention) -> list[Expr]:
+def asked(packer: Packer, attention: Attention) -> list[Expr]:
     """The conditions on keys and on pairs that not all tokens of the call meet."""
     return [item for item in (*attention.conditions, *attention.padding) if item not in packer.redundant]
 
 
-def _operands(packer: Packer, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value as [1, heads, N, features] of one dtype; check what only the call's numbers decide."""
-    query = _heads_first(packer, attention.query)
-    key, value = _heads_first(packer, attention.key), _heads_first(packer, attention.value)
+def operands(packer: Packer, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value as [1, heads, N, features] of one dtype."""
+    query = heads_first(packer, attention.query)
+    key, value = heads_first(packer, attention.key), heads_first(packer, attention.value)
     if key.shape[1] != value.shape[1]:
         key, value = (
-            _heads_first(packer, attention.key, whole=True),
-            _heads_first(packer, attention.value, whole=True),
+            heads_first(packer, attention.key, whole=True),
+            heads_first(packer, attention.value, whole=True),
         )
         heads = max(key.shape[1], value.shape[1])
         key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
     # Some models form scores in float32 and weigh values in their own type: the operator has one.
     wide = reduce(torch.promote_types, (key.dtype, value.dtype), query.dtype)
-    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    return query.to(wide), key.to(wide), value.to(wide)
+
+
+def check_hidden(packer: Packer, attention: Attention, query: Tensor, key: Tensor) -> None:
+    """Ask in each call whether its numbers let the mask hide all it should, if nothing else proves that."""
     if attention.doubt is not None:
         packer.hidden.append(is_hidden(*attention.doubt, functools.partial(_range, packer, query, key)))
-    return query, key, value
 
 
-def _as_model(packer: Packer, node: fx.Node, out: Tensor) -> Tensor:
+def as_model(packer: Packer, node: fx.Node, out: Tensor) -> Tensor:
     """A result [1, heads, N, features] in the dtype and the dimensions that the model has."""
     dims = fact_of(node).dims
     assert dims is not None
@@ -129,10 +101,10 @@ def _range(packer: Packer, query: Tensor, key: Tensor, expr: Expr) -> Range:
     return bounded(value.amin(), value.amax())
 
 
-def _sinks(packer: Packer, logit: Expr, query: Tensor) -> Tensor:
+def sink_logits(packer: Packer, logit: Expr, query: Tensor) -> Tensor:
     """The logits [heads] of attention sinks."""
     buffers: list[Tensor] = []
-    expr = _kernel_form(packer, logit, buffers)
+    expr = kernel_form(packer, logit, buffers)
     zero = query.new_zeros(())
     head = torch.arange(query.shape[1], device=query.device)
     index = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -143,14 +115,14 @@ def _sinks(packer: Packer, logit: Expr, query: Tensor) -> Tensor:
 def _at_tokens(packer: Packer, expr: Expr) -> Tensor:
     """An expression of the key's token at each token, [N]."""
     buffers: list[Tensor] = []
-    form = _kernel_form(packer, expr, buffers)
+    form = kernel_form(packer, expr, buffers)
     own = torch.arange(packer.metadata.tokens, device=packer.metadata.column.device)
     zero = torch.zeros_like(own)
     value = evaluate(form, dot=zero, q=own, k=own, head=zero, batch=zero, buffers=buffers)
     return value.expand(packer.metadata.tokens)
 
 
-def _heads_first(packer: Packer, node: fx.Node, whole: bool = False) -> Tensor:
+def heads_first(packer: Packer, node: fx.Node, whole: bool = False) -> Tensor:
     """A query, key or value as [1, heads, N, features], heads it was repeated over left out."""
     dims = fact_of(node).dims
     assert dims is not None
@@ -178,7 +150,7 @@ def _without_repeats(packer: Packer, node: fx.Node, dims: Dims) -> tuple[Tensor,
     return x, dims
 
 
-def _kernel_form(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
+def kernel_form(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
     """A lifted expression in packed indices, its loads numbered."""
     if expr[0] == "dot":
         return ("dot",)
@@ -188,7 +160,7 @@ def _kernel_form(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
         return _kernel_load(packer, expr, buffers)
     return (
         expr[0],
-        *[_kernel_form(packer, item, buffers) if isinstance(item, tuple) else item for item in expr[1:]],
+        *[kernel_form(packer, item, buffers) if isinstance(item, tuple) else item for item in expr[1:]],
     )
 
 
@@ -209,7 +181,7 @@ def _kernel_load(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
     if fact.kind is Kind.INVARIANT:
         value = packer.full(node)  # later writes of the graph must not change values saved for the backward
         number = _number(buffers, value.clone() if node in packer.changed else value)
-        return ("load", number, *[_kernel_form(packer, item, buffers) for item in indices])
+        return ("load", number, *[kernel_form(packer, item, buffers) for item in indices])
     if fact.kind is Kind.ROW and len(indices) == 2:
         return ("load", _number(buffers, _of_tokens(packer, node)), ("q",))
     if fact.kind is Kind.ROW:
@@ -221,7 +193,7 @@ def _kernel_load(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
     plain = [dim for dim in fact.dims if not has_tokens(dim)]
     loaded = first.reshape([-1, *[math.prod(f.size for f in dim) for dim in plain]])
     place = ("q",) if token == ("cq",) else ("k",)
-    return ("load", _number(buffers, loaded), place, *[_kernel_form(packer, item, buffers) for item in rest])
+    return ("load", _number(buffers, loaded), place, *[kernel_form(packer, item, buffers) for item in rest])
 
 
 def _of_tokens(packer: Packer, node: fx.Node) -> Tensor:

@@ -49,6 +49,7 @@ from treefx.passes.packing import emit_choices as _emit_choices  # noqa: F401  (
 from treefx.passes.packing import emit_losses as _emit_losses  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_packed as _emit_packed  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_scans as _emit_scans  # noqa: F401  (registers emitters)
+from treefx.passes.packing import emit_sparse as _emit_sparse  # noqa: F401  (registers emitters)
 from treefx.passes.packing.emitters import find_emitter, find_full_emitter
 from treefx.passes.packing.layout import (
     Metadata,

@@ -7,7 +7,8 @@ the pairs of this list.
 
 The count of work decides. A masked attention computes all pairs of a query and its ancestors, (T + 1) / 2 on average in
 a row of T columns. One to a list computes K pairs, each of which takes as long as several masked ones
-(:func:`treefx.kernels.sparse.choose.dense_pairs`), because its key is gathered.
+(:func:`treefx.kernels.sparse.choose.dense_pairs`), because its key is gathered. A key and value that all heads share as
+one latent vector (``latents``) are gathered once for all of them; that form is taken where its pairs cost less.
 
 Before (4 rows of 512 tokens, 3 keys a query)::
 
@@ -36,6 +37,7 @@ from treefx.passes.labels.dims import extent
 from treefx.passes.labels.facts import Axis, fact_of, set_fact, shape_of
 from treefx.passes.scores.attention_facts import Attention, digits_of
 from treefx.passes.scores.choices import Choice
+from treefx.passes.scores.latents import Latents, find_latents
 from treefx.passes.scores.lift_mask import lift
 from treefx.passes.scores.score_algebra import Tables, const, decide
 
@@ -55,15 +57,18 @@ class SparseAttention(Attention):
         columns: The columns of the chosen keys, a value [B, T, K].
         choice: The condition that holds for them alone.
         scale: Of q.k.
+        latents: Keys and values by their latent vector, where its pairs take less time than those of each head.
     """
 
     columns: fx.Node
     choice: Expr
     scale: float
+    latents: Latents | None = None
 
     def reads(self) -> list[fx.Node]:
-        """Return query, key, value, the chosen columns and what other conditions load."""
-        return [*Attention.reads(replace(self, conditions=self.others())), self.columns]
+        """Return query, key, value, the chosen columns and the loads of other conditions."""
+        found = [*Attention.reads(replace(self, conditions=self.others())), self.columns]
+        return found if self.latents is None else [self.query, *found[3:], *self.latents.reads()]
 
     def others(self) -> tuple[Expr, ...]:
         """Return the conditions besides the choice, without those of padding."""
@@ -96,25 +101,41 @@ def _sparse(node: fx.Node, law: Attention) -> SparseAttention | None:
         others = [item for item in (*law.conditions, *law.padding) if item != condition]
         if columns is None or any(part[0] in _OF_PAIRS_ALONE for item in others for part in walk(item)):
             continue
-        heads, row = _key_heads(law), fact_of(law.value).dims or ()
-        length = next(f.size for dim in row for f in dim if f.axis is Axis.TOKEN)
-        device = node.meta["val"].device.type
-        if pays_off(_number(shape_of(columns)[-1]), _number(length), law.heads / heads, device):
+        latents, cost = _cheapest(law, node.meta["val"].device.type)
+        length = next(f.size for dim in fact_of(law.value).dims or () for f in dim if f.axis is Axis.TOKEN)
+        if pays_off(_number(shape_of(columns)[-1]), _number(length), cost):
             given = {item.name: getattr(law, item.name) for item in fields(Attention)}
-            return SparseAttention(**given, columns=columns, choice=condition, scale=linear[0])
+            return SparseAttention(**given, columns=columns, choice=condition, scale=linear[0], latents=latents)
     return None
 
 
-def pays_off(chosen: int, columns: int, group: float, device: str) -> bool:
+def _cheapest(law: Attention, device: str) -> tuple[Latents | None, float]:
+    """Return the form of keys whose pairs cost least, latent or None for expanded, and that cost in masked pairs."""
+    expanded = dense_pairs(device, law.heads / _key_heads(law))
+    latents = find_latents(law)
+    if latents is None:
+        return None, expanded
+    wider = sum(latents.features) / (_features(law.key) + _features(law.value))
+    latent = dense_pairs(device, law.heads) * wider
+    return (latents, latent) if latent < expanded else (None, expanded)
+
+
+def pays_off(chosen: int, columns: int, cost: float) -> bool:
     """Return whether K gathered keys take less time than the ancestors of a query under a mask.
 
     Args:
         chosen: K.
         columns: T, of the rows.
-        group: Query heads of a key head.
-        device: A type of device.
+        cost: Masked pairs that take as long as a gathered one.
     """
-    return chosen * dense_pairs(device, group) < (columns + 1) / 2
+    return chosen * cost < (columns + 1) / 2
+
+
+def _features(node: fx.Node) -> int:
+    """Return the features of a head's key or value."""
+    *_, first, second = fact_of(node).dims or ()
+    dim = first if any(f.axis is Axis.TOKEN for f in second) else second
+    return _number(extent(dim))
 
 
 def _chosen_columns(condition: Expr) -> fx.Node | None:

@@ -18,7 +18,7 @@ from tests.models import TinyLM, double_from, lifted
 from tests.oracle import FLOAT32, refused
 from treefx.inspection.report.costs import node_flops
 from treefx.inspection.report.sizes import Sizes
-from treefx.passes.packing import emit_attention, emit_choices
+from treefx.passes.packing import emit_choices, emit_sparse
 from treefx.passes.scores import sparse as sparse_pass
 from treefx.runtime.records import find
 from treefx.tools.bench.zoo.flop_share import flop_share
@@ -76,10 +76,19 @@ def written(pair: Pair) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("keys", [4, 14, 64])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_indexers_read_the_chosen_keys(name: str, keys: int, lists: None) -> None:
-    """Fewer keys than the row has, as many, and more: then some of the chosen ones lie in the future."""
-    pair = Pair(sparse(name, index_topk=keys))
+@pytest.mark.parametrize(
+    ("name", "latent"), [*((name, True) for name in ARCHITECTURES), ("deepseek_v32", False), ("hy_v4", False)]
+)
+def test_indexers_read_the_chosen_keys(
+    name: str, latent: bool, keys: int, lists: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer keys than the row has, as many, and more: then some of the chosen ones lie in the future.
+
+    Keys and values are those of the latent vector, for all heads, or of each head.
+    """
+    if not latent:
+        monkeypatch.setattr(sparse_pass, "find_latents", lambda law: None)
+    pair = Pair(sparse(name, index_topk=keys, qk_nope_head_dim=12, v_head_dim=6))
     layers = len(pair.model.model.layers)
     sides: list[Side] = ["right", "left"]
     for side in sides:
@@ -87,11 +96,29 @@ def test_indexers_read_the_chosen_keys(name: str, keys: int, lists: None) -> Non
         checked = pair.check(batch)
         assert_packed(checked, distinct_tokens(batch), layers)
         assert written(pair) == (layers, 0)
+        assert heads_of_keys(pair) == {1 if latent else 2}
 
 
-@pytest.mark.parametrize(("keys", "expected"), [(2, (1, 0)), (3, (0, 1))])
+def heads_of_keys(pair: Pair) -> set[int]:
+    nodes = find(pair.model.parameters())[0].graph.rewrites[-1].gm.graph.nodes
+    return {node.args[1].meta["val"].shape[0] for node in nodes if "sparse_tree_attention" in str(node.target)}
+
+
+def _without_offset(packer: Any, part: Any, heads: int) -> Tensor:
+    """Take the first features of a head's matrix for any others: those of keys for those of values."""
+    whole = packer.full(part.weight)
+    return whole.reshape(whole.shape[0], heads, part.stride)[..., : part.width].transpose(0, 1)
+
+
+def test_wrong_matrices_are_found(lists: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emit_sparse, "_matrices", _without_offset)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(sparse("deepseek_v32", index_topk=4), shared_batch(rows=4, length=14, shared=6), tolerance=1e-3)
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(4, (1, 0)), (5, (0, 1))])
 def test_long_rows_read_the_chosen_keys(keys: int, expected: tuple[int, int]) -> None:
-    """By the count of work: 2 * 20 pairs are fewer than 48, 3 * 20 are not."""
+    """By the count of work: a pair costs 12, and 4 * 12 are fewer than 48.5."""
     pair = Pair(sparse("deepseek_v32", index_topk=keys))
     batch = shared_batch(rows=3, length=96, shared=70)
     assert_packed(pair.check(batch), distinct_tokens(batch), 1)
@@ -222,7 +249,7 @@ def _columns_as_tokens(packer: Any, attention: Any) -> Tensor:
 @pytest.mark.parametrize("mistake", [_all_chosen, _columns_as_tokens])
 def test_a_wrong_list_is_found(mistake: Any, lists: None, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding=None)
-    monkeypatch.setattr(emit_attention, "_listed_keys", mistake)
+    monkeypatch.setattr(emit_sparse, "listed_keys", mistake)
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(model_of(), batch, tolerance=1e-3)
 

@@ -9,12 +9,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from tests.backend.models.test_choices import VOCAB, Biased, Indexed, model_of
+from tests.backend.models.test_choices import sparse as indexer
 from tests.backend.support import Pair
 from tests.batches import shared_batch
 from treefx.kernels.sparse.choose import dense_pairs
 from treefx.passes.labels.facts import fact_of
 from treefx.passes.scores import sparse
 from treefx.passes.scores.attention_facts import Attention, attentions
+from treefx.passes.scores.latents import Expanded, Latents, Shared, find_latents
 from treefx.passes.scores.sparse import SparseAttention, find_sparse, pays_off
 from treefx.runtime.records import find
 
@@ -88,9 +90,8 @@ def test_the_rule_counts_work() -> None:
         for group in (1, 8):
             cost = dense_pairs(device, group)
             least = int(2 * cost * 4)  # (T + 1) / 2 = 4 * cost
-            assert not pays_off(4, least - 1, group, device)
-            assert pays_off(4, least + 1, group, device)
-    assert pays_off(64, 4096, 16, "cpu") and not pays_off(64, 4096, 1, "cuda")
+            assert not pays_off(4, least - 1, cost)
+            assert pays_off(4, least + 1, cost)
 
 
 def test_the_dense_form_stays_where_the_mask_takes_less_time() -> None:
@@ -118,3 +119,47 @@ def test_facts_of_other_nodes_stay(always: None) -> None:
     find_sparse(gm)
     changed = [node for node in calls if fact_of(node) is not before[node]]
     assert len(changed) == 1 and isinstance(fact_of(changed[0]).law, SparseAttention)
+
+
+# Keys and values by their latent vector -------------------------------------------------------------------------------
+
+
+def expanded(name: str) -> Attention:
+    """The attention of one layer whose keys are expanded from 8 features, to 12 and 8 that all heads share."""
+    changes = {"num_hidden_layers": 1, "mlp_layer_types": ["dense"], "indexer_types": ["full"]}
+    model = indexer(name, index_topk=4, qk_nope_head_dim=12, v_head_dim=6, **changes)
+    pair = Pair(model, disable_passes=["sparse_attention"])
+    pair.check(shared_batch(rows=3, length=10, shared=6))
+    (found,) = attentions(find(pair.model.parameters())[0].graph.rewrites[0].traced)
+    return found
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "hy_v4"])
+def test_latent_vectors_are_found(name: str) -> None:
+    """By scaled_dot_product_attention and by two products, with keys written into an empty tensor."""
+    found = find_latents(expanded(name))
+    assert found is not None and found.features == (16, 8)
+    first, second = found.key
+    assert isinstance(first, Expanded) and (first.stride, first.offset, first.width) == (18, 0, 12)
+    assert isinstance(second, Shared) and (second.offset, second.width) == (0, 8)
+    assert (found.value.stride, found.value.offset, found.value.width) == (18, 12, 6)
+    assert found.value.latent is first.latent and found.value.weight is first.weight
+    assert set(found.reads()) == {first.latent, first.weight, second.value}
+
+
+def test_keys_and_values_of_separate_products_are_read_by_head() -> None:
+    (law,) = attentions(labelled(Indexed))
+    assert find_latents(law) is None
+    assert sparse._cheapest(law, "cpu") == (None, dense_pairs("cpu", 1))
+
+
+def test_the_cheaper_form_of_keys_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A latent vector serves all heads, but is wider than the keys and values of one."""
+    law = expanded("deepseek_v32")
+    latents, cost = sparse._cheapest(law, "cpu")
+    assert latents is not None and cost == pytest.approx(dense_pairs("cpu", 2) * (16 + 8) / (20 + 6))
+    monkeypatch.setattr(sparse, "dense_pairs", lambda device, group: 5.0)
+    latents, cost = sparse._cheapest(law, "cpu")
+    assert latents is not None and cost == pytest.approx(5 * 24 / 26)
+    monkeypatch.setattr(Latents, "features", property(lambda latents: (60, 50)))
+    assert sparse._cheapest(law, "cpu") == (None, 5.0)
