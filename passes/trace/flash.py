@@ -187,7 +187,7 @@ def _says_ends(node: fx.Node) -> bool:
 
 def _reads_ends(reader: fx.Node, value: fx.Node) -> bool:
     if is_library_call(reader.target):
-        return call_of(str(reader.args[1])).ends_among(reader.args[0]) is value
+        return call_of(str(reader.args[1])).separator("cu_seqlens", reader.args[0]) is value
     return is_flash(reader.target) and value in reader.args[5:7]
 
 

@@ -131,15 +131,9 @@ class LibraryCall:
 
         return [value(item) for item in self.positional], {name: value(item) for name, item in self.named}
 
-    def ends_among(self, tensors: Any) -> Any:
-        """The one of the call's tensors that says where packed sequences end; None where none does."""
-        is_ends = self.packing is not None and self.packing[0] == "cu_seqlens"
-        return tensors[self.packing[1].number] if is_ends and self.packing is not None else None
-
-    def numbers_among(self, tensors: Any) -> Any:
-        """The one that numbers packed sequences, int [B, T]; None where none does."""
-        is_numbers = self.packing is not None and self.packing[0] == "seq_idx"
-        return tensors[self.packing[1].number] if is_numbers and self.packing is not None else None
+    def separator(self, name: str, tensors: Any) -> Any:
+        """The one of the call's tensors that is given under a name of ``PACKING``; None where none is."""
+        return tensors[self.packing[1].number] if self.packing is not None and self.packing[0] == name else None
 
 
 _CALLS: weakref.WeakValueDictionary[str, LibraryCall] = weakref.WeakValueDictionary()

@@ -151,9 +151,9 @@ def call_library(tensors: Sequence[Tensor], key: str, known: dict[int, tuple[Ten
 
 def _segments_of(call: LibraryCall, tensors: Sequence[Tensor], known: dict[int, tuple[Tensor, Tensor]]) -> Any:
     """The numbers of packed sequences [B, T]; None where a call has none."""
-    ends = call.ends_among(tensors)
+    ends = call.separator("cu_seqlens", tensors)
     if ends is None:
-        return call.numbers_among(tensors)
+        return call.separator("seq_idx", tensors)
     return number_segments(known, None, ends, call.kind.result(call.arguments(tensors)).shape[call.kind.tokens])
 
 

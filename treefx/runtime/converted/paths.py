@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.memory import Bounded, Known, on_host
+from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.passes.causal.tree_mixers import LibraryTree, TreeConvolution, TreeScan, Vanishing
 from treefx.passes.labels.facts import fact_of
 from treefx.passes.scores.attention_facts import Attention
@@ -125,17 +126,14 @@ def _is_leaf(end: Tensor) -> Tensor:
 
 def _lines(end: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens of each path [L, D], at least two paths, and one of its places for each token [N]."""
-    count = len(end)
-    leaves = torch.nonzero(_is_leaf(end)).flatten()
-    index = torch.arange(count)
-    above = (index <= leaves[:, None]) & (end > leaves[:, None])
-    depth = above.sum(1)
-    place = above.cumsum(1) - 1
-    lines = torch.full((len(leaves), int(depth.max())), count)
-    path, token = torch.nonzero(above, as_tuple=True)
-    lines[path, place[path, token]] = token
-    first = above.to(torch.int8).argmax(0)
-    place_of = first * lines.shape[1] + place[first, index]
+    count, depth = len(end), find_depths(end)
+    index, leaves = torch.arange(count), torch.nonzero(_is_leaf(end)).flatten()
+    # The ancestor of a leaf in some depth is the last token of that depth up to the leaf: found in (depth, index).
+    order = torch.argsort(depth, stable=True)
+    keys, level = (depth * count + index)[order], torch.arange(int(depth.max()) + 1)
+    found = torch.searchsorted(keys, level * count + leaves[:, None], right=True) - 1
+    lines = order[found].masked_fill(level > depth[leaves][:, None], count)
+    place_of = torch.searchsorted(leaves, index) * len(level) + depth
     # One row is a special case in the code of models: their masks hide nothing then.
     return (lines if len(lines) > 1 else lines.repeat(2, 1)), place_of
 
