@@ -1,5 +1,6 @@
 """Sparse attention: each query chooses the keys that it attends to by scores of their own (an indexer's top-k)."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -102,6 +103,29 @@ def test_indexers_read_the_chosen_keys(
 def heads_of_keys(pair: Pair) -> set[int]:
     nodes = find(pair.model.parameters())[0].graph.rewrites[-1].gm.graph.nodes
     return {node.args[1].meta["val"].shape[0] for node in nodes if "sparse_tree_attention" in str(node.target)}
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_bfloat16(latent: bool, lists: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are as close to float64 as those of separate rows, although the latent form rounds other products.
+
+    All keys are chosen: which of them are would depend on rounding.
+    """
+    if not latent:
+        monkeypatch.setattr(sparse_pass, "find_latents", lambda law: None)
+    widths = {"hidden_size": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 64}
+    exact = sparse("deepseek_v32", index_topk=64, head_dim=16, **widths)
+    rows, packed = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
+    batch, compiled = shared_batch(rows=4, length=40, shared=20), compile_with(packed)
+    for model, run in ((exact, exact), (rows, rows), (packed, compiled)):
+        run(**batch.inputs()).loss.backward()
+        assert model.lm_head.weight.grad is not None
+    right, far, near = (
+        torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+        for model in (exact, rows, packed)
+    )
+    assert treefx.inspect(compiled).stats["fallback"] is None
+    assert (near - right).norm() <= 1.5 * (far - right).norm()
 
 
 def _without_offset(packer: Any, part: Any, heads: int) -> Tensor:
