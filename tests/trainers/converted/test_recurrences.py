@@ -115,6 +115,16 @@ def test_few_paths(ids: list[list[int]]) -> None:
     check(model, twin, lambda run: run(input_ids=tensor, attention_mask=mask, use_cache=False).logits.square().sum())
 
 
+@pytest.mark.parametrize("how", ["one row", "a mask of fractions"])
+def test_masks_that_paths_cannot_carry(how: str) -> None:
+    model, twin = pair(min_sharing=1.0)
+    ids = torch.tensor([[5, 6, 7, 8, 0]] if how == "one row" else [[5, 6, 7, 8], [5, 6, 7, 9]])
+    mask = (ids != 0).long() if how == "one row" else torch.tensor([[1.0, 1.0, 0.5, 1.0]] * 2)
+    step = lambda run: run(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().sum()  # noqa: E731
+    stats = check(model, twin, step, packed=False)
+    assert ("a single row" if how == "one row" else "other numbers than 0 and 1") in stats["fallback"]
+
+
 def test_no_gradients_and_back() -> None:
     model, twin = pair()
     for context in (torch.inference_mode(), torch.no_grad()):

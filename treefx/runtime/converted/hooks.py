@@ -20,6 +20,7 @@ from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.trie import Prefixes
 from treefx.kernels.expand import expand
+from treefx.kernels.memory import send
 from treefx.passes.analysis import Expansion, Rewritten
 from treefx.reason_codes import with_code
 from treefx.runtime.call_plan import find_unshared
@@ -251,7 +252,8 @@ class Hooks:
             self._watched.add(kind)
             call.attributes = Attributes(self.owner)
         expect_trees(True)
-        return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device), self._planner.kinds)
+        tree = send(found.tree, ids.device, keep=bool(found.mixers))
+        return packed_inputs(given, ids[row, column], place, tree, self._planner.kinds)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_call(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -276,6 +276,9 @@ def _serves(shape: Shape, plan: CallPlan) -> bool:
 _KEPT = "{}: {}. Return the value from the model, or compute it from what the model returns"
 _WIDE = Reason(Cause.VALUES, "a number that an attention reads of a token does not fit into 32 bits")
 _ONE_ROW = Reason(Cause.VALUES, "a single row, of which a recurrence hides no padding; with more rows it does")
+_FRACTIONS = Reason(
+    Cause.VALUES, "an attention_mask with other numbers than 0 and 1, which a recurrence multiplies with"
+)
 _OTHER_ROWS = Reason(
     Cause.SIZES, "code of a recurrence decides by the size of a batch, otherwise on the rows of the tree"
 )
@@ -339,6 +342,8 @@ class _Graph:
         if mixers:  # they read the caller's mask, where they run on rows
             if mask is not None and grid.rows == 1:
                 return _ONE_ROW
+            if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
+                return _FRACTIONS
             if not _serves(shape, plan):
                 return _OTHER_ROWS
             planes.append((torch.ones_like(end) if mask is None else mask[row, column]).to(torch.int32))
