@@ -180,7 +180,7 @@ calls_libraries = pytest.mark.skipif(says_that_it_exports(), reason="transformer
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1], **DELTA}
 PACKED: dict[str, dict[str, Any]] = {
-    "qwen3_next": HYBRID, **{name: MODELS[name] for name in ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1")},
+    "qwen3_next": HYBRID, **{name: MODELS[name] for name in ("lfm2", "nemotron_h", "falcon_h1")},
 }  # fmt: skip
 
 

@@ -226,8 +226,10 @@ class Hooks:
         report = self._report
         report.raw_tokens, report.tokens, report.distinct_tokens = found.raw_tokens, tokens, found.tokens
         report.attention_layers = report.attention_rewritten = len(found.variant.scores)
-        expansions = [Expansion(name, _ON_PATHS, None, contracted=True) for name in sorted(found.mixers)]
-        report.expansions = [{**asdict(item), "code": item.code} for item in expansions]
+        report.expansions = []
+        for name in sorted(found.mixers):
+            item = Expansion(name, _ON_PATHS, None, contracted=True)
+            report.expansions.append({**asdict(item), "code": item.code})
         report.seconds = dict(found.seconds)
         report.graphs["captured"] = found.captured
         self._count_step(found.batch.prefixes, found.raw_tokens, tokens, ids)
@@ -252,7 +254,8 @@ class Hooks:
             self._watched.add(kind)
             call.attributes = Attributes(self.owner)
         expect_trees(True)
-        tree = send(found.tree, ids.device, keep=bool(found.mixers))
+        # Modules on paths read the tree on the host again.
+        tree = send(found.tree, ids.device, keep=True) if found.mixers else found.tree.to(ids.device)
         return packed_inputs(given, ids[row, column], place, tree, self._planner.kinds)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -118,16 +118,15 @@ class Planner:
             key = kind, torch.is_grad_enabled(), _settings(self._owner) if self._refused else ()
             if key in self._refused:
                 raise UnsupportedError(self._refused[key])
-        self._check_frame(kind, on_cpu, self._attention)
+        if (kind, self._attention) not in self._checked:
+            self._check_frame(kind, on_cpu, self._attention)
         found = self._traced(kind, on_cpu)
-        if isinstance(found, Plan) and found.mixers:
+        if isinstance(found, Plan) and found.mixers and (kind, self._attention | found.mixers) not in self._checked:
             self._check_frame(kind, on_cpu, self._attention | found.mixers)
         return found
 
     def _check_frame(self, kind: tuple[str, ...], given: Mapping[str, Any], readers: frozenset[str]) -> None:
         """Check that the code around the blocks gives the modules that read trees what they get on rows."""
-        if (kind, readers) in self._checked:
-            return
         with lasting():
             try:
                 check_frame(self._copy.eval(), self._blocks, given, readers=readers, kinds=self.kinds)
@@ -374,7 +373,8 @@ class _Graph:
         elif starts is not None:
             keep = torch.ones_like(seen)
         else:
-            keep = shape.padding.reached(grid, seen | self._attentions.see_keys(shape, grid, seen))
+            keep = seen | self._attentions.see_keys(shape, grid, seen)
+            keep = shape.padding.reached(grid, keep) if self._mixers[shape] else keep
         return seen, keep
 
     def _check(self, shape: Shape, args: Sequence[Any]) -> None:

@@ -206,7 +206,8 @@ def own_forward(module: nn.Module) -> tuple[str, types.FunctionType | None]:
     """Return the attribute that holds a module's forward, and its function; None where treefx has replaced it."""
     slot = UNWRAPPED if UNWRAPPED in module.__dict__ else "forward"
     forward = module.__dict__.get(slot, types.MethodType(type(module).forward, module))
-    return slot, None if original_of(forward) is not None else _function_of(forward, module)
+    is_copy = hasattr(getattr(forward, "__func__", None), _ORIGINAL)
+    return slot, None if is_copy else _function_of(forward, module)
 
 
 def mark_copy(made: Any, function: Any) -> Any:
