@@ -42,7 +42,7 @@ lint: $(VENV)/.lint
 # Pages made from tables of the code, then the site in out/site: a warning is an error.
 docs: $(VENV)/.docs
 	$(BIN)/python -m treefx.tools.troubleshooting docs/troubleshooting.md
-	$(BIN)/python -m treefx.tools.bench.zoo.page docs/models.md examples/results/zoo-cpu-2026-11-28.json examples/results/zoo-inductor-cpu-2026-11-28.json
+	$(BIN)/python -m treefx.tools.bench.zoo.page docs/models.md examples/results/zoo-cpu-2026-11-29.json examples/results/zoo-inductor-cpu-2026-11-28.json
 	$(BIN)/python -m treefx.tools.reference_pages docs
 	$(BIN)/python -m treefx.tools.rows_picture docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f .ci/mkdocs.yml
