@@ -8,6 +8,7 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 from torch.nn.functional import cross_entropy
 
 from tests.backend.small import Small
@@ -44,6 +45,33 @@ def test_steps_of_many_shapes() -> None:
     """One compilation for all, and one each for the first batch and for a single row."""
     compiled = ordinary(with_sdpa("aot_eager"), "aot_eager", SHAPES[:6])
     assert treefx_compiles(compiled) <= 4
+
+
+def test_sizes_that_inductor_takes_as_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation per shape, as PyTorch 2.13 needs it for Mamba 2; more than ``recompile_limit`` run uncompiled."""
+    made: list[torch.Size] = []
+
+    def refuses_symbols(gm: fx.GraphModule, fakes: Sequence[Any], **_: Any) -> Any:
+        shapes = [x.shape for x in fakes if isinstance(x, Tensor) and not x.is_floating_point()]
+        if any(isinstance(size, SymInt) for shape in shapes for size in shape):
+            raise InductorError(TypeError("cannot determine truth value of Relational"), None)
+        made.append(shapes[0])
+        return gm
+
+    monkeypatch.setattr(way, "lookup_backend", lambda name: refuses_symbols)
+    shapes = [(3, 7), (5, 23), (6, 6), (4, 50), (2, 11), (5, 23), (6, 6)]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        ordinary(with_sdpa("eager"), "eager", shapes)
+    assert made == [(3, 7), (5, 23), (6, 6)]
+
+
+def test_an_error_of_inductor_without_symbols_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(gm: fx.GraphModule, fakes: Sequence[Any], **_: Any) -> Any:
+        raise InductorError(TypeError("another error"), None)
+
+    monkeypatch.setattr(way, "lookup_backend", lambda name: fails)
+    with pytest.raises(InductorError, match="another error"):
+        ordinary(with_sdpa("eager"), "eager", SHAPES[:1])
 
 
 def with_sdpa(inner: str) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import TracingContext, tracing
+from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -36,8 +37,9 @@ class Ordinary:
 
     Once per state of the process, and again for other numbers of the model (too many of them run uncompiled) and for
     sizes that no compiled code accepts: symbolic ones may have any value under the compiler's guards, others are
-    constant. Where a call's inputs do not determine all symbols (nested tensors), inputs share memory, or too many
-    sizes need separate code, Dynamo compiles the call.
+    constant. Where inductor fails on symbols, each size is compiled as numbers, and more than ``recompile_limit`` run
+    uncompiled. Where a call's inputs do not determine all symbols (nested tensors), inputs share memory, or too
+    many sizes need separate code, Dynamo compiles the call.
 
     Args:
         gm: Dynamo's graph.
@@ -51,6 +53,10 @@ class Ordinary:
         self._compiled: dict[tuple[Any, ...], list[tuple[FreeSizes, Callable[..., Any]]]] = {}
         self._by_dynamo: dict[tuple[float, ...], Callable[..., Any]] = {}
         self._served: set[tuple[float, ...]] = set()
+        self._takes_numbers = False
+        """Whether inductor fails on symbols of this graph."""
+        self._sizes: set[tuple[Any, ...]] = set()
+        """Those that were compiled as numbers."""
 
     def instead(self, args: Sequence[Any], *, reason: Reason | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
@@ -69,8 +75,13 @@ class Ordinary:
         if not self._symbols.are_known or share_memory(args):
             return self._left_to_dynamo(numbers)
         values = self._symbols.values(args)
-        free = {symbol: size for symbol, size in values.items() if size > 1}  # code for one row is specialized
-        single = [(symbol.name, size) for symbol, size in values.items() if size <= 1]
+        of_symbols = {} if self._takes_numbers else values
+        free = {symbol: size for symbol, size in of_symbols.items() if size > 1}  # code for one row is specialized
+        single = [(symbol.name, size) for symbol, size in values.items() if symbol not in free]
+        if self._takes_numbers:
+            if len(self._sizes) >= limit and tuple(single) not in self._sizes:
+                return self._guarded(self._gm)
+            self._sizes.add(tuple(single))
         known = self._compiled.setdefault((*process_state(), *numbers, *single, *self._symbols.fixed(args)), [])
         run = _serving(known, free)
         if run is None and len(known) >= limit:
@@ -84,8 +95,13 @@ class Ordinary:
                         run = self._compile(args, sizes, numbers)
                     except _OF_VALUES:
                         run = self._left_to_dynamo(numbers)
-                    known.append((sizes, run))
-        return run
+                    except InductorError:
+                        if not free:
+                            raise
+                        self._takes_numbers = True
+                    if run is not None:
+                        known.append((sizes, run))
+        return self._executable(args) if run is None else run
 
     def _left_to_dynamo(self, numbers: tuple[float, ...]) -> Callable[..., Any]:
         """Return Dynamo on a separate graph: it guards all inputs, and compiles when called."""
