@@ -1,18 +1,22 @@
 """Share inputs, dtypes and memory layouts between the operator's implementations."""
 
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from treefx.reason_codes import with_code
+
 __all__ = [
     "Boundary",
     "Inputs",
     "accumulation_dtype",
     "are_finite",
+    "are_right",
     "autograd_enabled",
     "empty_heads_inside",
     "empty_outputs",
@@ -253,6 +257,32 @@ def random_gradient(grad: Tensor, lse: Tensor) -> Tensor:
     generator = torch.Generator(grad.device).manual_seed(0)  # not the program's own random numbers
     numbers = torch.empty_like(grad).normal_(generator=generator)
     return numbers.masked_fill_((lse < _SOFT_MASK)[..., None], 0.0)
+
+
+def are_right(errors: Callable[[], Sequence[float]], close: float, instead: str, code: str) -> bool:
+    """Return whether kernels run and have small errors; warn where they do not, of what runs instead.
+
+    Args:
+        errors: Runs the kernels; relative errors of their results.
+        close: The largest error that counts as right.
+        instead: The beginning of the warning.
+        code: Of the warning.
+
+    Raises:
+        torch.OutOfMemoryError: Too little memory is free, which says nothing of the kernels.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            found = errors()
+            right = all(error <= close for error in found)  # NaN is wrong too
+            reason = "" if right else f"its results differ by {max(found):.1e}"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: the compiler's, the launch's
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+    if reason:
+        warnings.warn(with_code(f"{instead}: {reason}", code), RuntimeWarning, stacklevel=2)
+    return not reason
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

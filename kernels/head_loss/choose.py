@@ -7,19 +7,17 @@ kind while a CUDA graph is captured, and, with a warning, where the kernels cann
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from treefx.kernels.common import relative_error
+from treefx.kernels.common import are_right, relative_error
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.head_loss import eager
 from treefx.kernels.head_loss.problem import HeadLoss
 from treefx.kernels.memory import Bounded
-from treefx.reason_codes import with_code
 from treefx.refusal_codes import HEAD_FORM
 
 __all__ = ["backward", "forward", "runs_fused"]
@@ -84,25 +82,11 @@ def _problem(x: Tensor, softcap: float | None, *, biased: bool) -> HeadLoss:
 
 
 def _judge(problem: HeadLoss) -> bool:
-    with torch.inference_mode(False), torch.no_grad():
-        try:
-            errors = largest_errors(problem)
-            close = _TOLERANCE.get(problem.hidden.dtype, _SIXTEEN_BITS_TOLERANCE)
-            reason = "" if max(errors) <= close else f"its results differ by {max(errors):.1e}"
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of any kind: the compiler's, the launch's
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-    if reason:
-        warnings.warn(
-            with_code(
-                f"treefx: PyTorch's operators compute LM head and loss instead of a Triton kernel, slower: {reason}",
-                HEAD_FORM,
-            ),
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return not reason
+    close = _TOLERANCE.get(problem.hidden.dtype, _SIXTEEN_BITS_TOLERANCE)
+    return are_right(lambda: largest_errors(problem), close, _INSTEAD, HEAD_FORM)
+
+
+_INSTEAD = "treefx: PyTorch's operators compute LM head and loss instead of a Triton kernel, slower"
 
 
 def largest_errors(problem: HeadLoss) -> list[float]:
