@@ -15,6 +15,7 @@ The tree comes as the module's mask, as attention gets it; its last entry is the
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ def run_on_paths(module: nn.Module) -> None:
 
 def _on_paths(function: Callable[..., Any]) -> types.FunctionType:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(function)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves, shape = tree_flatten((args, kwargs))
         tree = next(filter(_may_be_tree, leaves), None)

@@ -73,6 +73,9 @@ class Plan:
     """Names of the modules that run on the paths of the tree."""
 
 
+_NO_MIXERS: frozenset[str] = frozenset()
+
+
 class _Planned(Exception):
     """End a call of the traced skeleton, which never runs, with a plan or a reason."""
 
@@ -94,7 +97,8 @@ class Planner:
         self._known: list[nn.Module] = []
         self._compiled: Callable[..., Any] = owner
         self._mask: Tensor | None = None
-        self._checked: set[Any] = set()
+        self.kinds_of_masks: dict[tuple[tuple[str, ...], frozenset[str]], tuple[str, ...]] = {}
+        """Of proved calls, by their kind and mixers, the ``kinds`` that ``packed_inputs`` takes."""
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
         self._variants = Variants()
@@ -118,23 +122,30 @@ class Planner:
             key = kind, torch.is_grad_enabled(), _settings(self._owner) if self._refused else ()
             if key in self._refused:
                 raise UnsupportedError(self._refused[key])
-        if (kind, self._attention) not in self._checked:
-            self._check_frame(kind, on_cpu, self._attention)
+        if (kind, _NO_MIXERS) not in self.kinds_of_masks:
+            self._check_frame(kind, on_cpu, _NO_MIXERS)
         found = self._traced(kind, on_cpu)
-        if isinstance(found, Plan) and found.mixers and (kind, self._attention | found.mixers) not in self._checked:
-            self._check_frame(kind, on_cpu, self._attention | found.mixers)
+        if isinstance(found, Plan) and (kind, found.mixers) not in self.kinds_of_masks:
+            self._check_frame(kind, on_cpu, found.mixers)
         return found
 
-    def _check_frame(self, kind: tuple[str, ...], given: Mapping[str, Any], readers: frozenset[str]) -> None:
-        """Check that the code around the blocks gives the modules that read trees what they get on rows."""
+    def _check_frame(self, kind: tuple[str, ...], given: Mapping[str, Any], mixers: frozenset[str]) -> None:
+        """Find a form of the mask in which the tree reaches attentions and mixers, and nothing else changes."""
+        errors = []
         with lasting():
-            try:
-                check_frame(self._copy.eval(), self._blocks, given, readers=readers, kinds=self.kinds)
-            except UnsupportedError as error:
-                self.refuse(kind, error.text)
-                raise
-            self._checked.add((kind, readers))
-            self._refresh()
+            for form in dict.fromkeys([(), self._kinds_of_layers]):
+                try:
+                    readers = self._attention | mixers
+                    check_frame(self._copy.eval(), self._blocks, given, readers=readers, kinds=form)
+                except UnsupportedError as error:
+                    errors.append(error)
+                else:
+                    self.kinds_of_masks[kind, mixers] = form
+                    self._refresh()
+                    return
+        shown = errors[-1] if mixers else errors[0]
+        self.refuse(kind, shown.text)
+        raise shown
 
     def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | Reason:
         self._mask = on_cpu.get("attention_mask")
@@ -181,12 +192,12 @@ class Planner:
             self.modules = attention_modules(self._owner)
             attention = attention_modules(self._copy)
             self._blocks, self._attention = blocks_of(self._copy, attention), frozenset(attention)
-            self.kinds = kinds_of_layers(self._owner)
+            self._kinds_of_layers = kinds_of_layers(self._owner)
             self.by_name = {without_compiled_name(name): module for name, module in self._owner.named_modules()}
             self._compiled = torch.compile(
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
-            self._known, self._checked, self._refused, self._cached = modules, set(), {}, {}
+            self._known, self.kinds_of_masks, self._refused, self._cached = modules, {}, {}, {}
         self._buffers.refresh()
         return modules
 
