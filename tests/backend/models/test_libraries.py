@@ -24,6 +24,7 @@ from tests.libraries import CALLS, double_with_libraries
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
 from treefx.kernels.recurrence import tree_scan as kernel
 from treefx.passes.causal import tree_mixers
+from treefx.passes.labels import segments
 from treefx.passes.packing import emit_scans
 
 DELTA = {
@@ -251,6 +252,32 @@ def test_numbers_of_other_sequences_run_on_rows(numbers: str) -> None:
         index = (torch.arange(index.shape[1])[None] // 4).to(index.dtype)
     stats = packed_step(model, compile_with(model, inner="eager"), packed, **{**more, "seq_idx": index})
     assert stats["ran"] == "ordinary" and CALLS == {"causal_conv1d_fn": 2, "chunk_gated_delta_rule": 2}
+
+
+class CountingFromOne(nn.Module):
+    """Numbers sequences from 1 on for its caller; 0 is padding, as -1 is for the library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, numbers: Tensor, **inputs: Any) -> Any:
+        return self.model(seq_idx=numbers.int() - 1, **inputs)
+
+
+@calls_libraries
+@pytest.mark.parametrize("padded", [False, True])
+def test_numbers_that_a_model_computes(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CountingFromOne(copy.deepcopy(model_of_packed("lfm2")))
+    packed, more = flattened(AGENTS)
+    numbers = more.pop("seq_idx") + 1
+    numbers = torch.where(numbers == 3, 0, numbers) if padded else numbers
+    stats = packed_step(model, compile_with(model, inner="eager"), packed, numbers=numbers, **more)
+    assert stats["ran"] == ("ordinary" if padded else "packed")
+    if padded:  # the library's zeros at padding are no convolution
+        monkeypatch.setattr(segments.Segments, "positive", property(lambda _: {}, lambda *_: None), raising=False)
+        with pytest.raises(AssertionError, match="differ by more than"):
+            packed_step(model, compile_with(model, inner="eager"), packed, numbers=numbers, **more)
 
 
 @calls_libraries
