@@ -349,8 +349,8 @@ class Rewritten:
     """The number of distinct tokens; an input after the metadata."""
     cut: CutGraph | None = None
     """Further inputs and outputs of a graph of parts."""
-    asks: bool = False
-    """Whether the last result checks that all masks hide their pairs (``treefx.passes.scores.hidden``)."""
+    asks: tuple[str, ...] = ()
+    """What is said where an element of the last result, bool [asks], is False: then all results are wrong."""
     analysis: Analysis | None = None
     """The labels of ``traced``, for the inspector."""
     inner: fx.GraphModule | None = None

@@ -67,7 +67,7 @@ from treefx.passes.trace.sink_factors import join_sink_factors
 from treefx.passes.trace.token_types import read_types_as_zeros
 from treefx.passes.trace.trace import trace_forward, trace_function
 
-__all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "compile_variant", "rewrite"]
+__all__ = ["NECESSARY", "OPTIONAL", "analyse", "build_passes", "compile_variant", "rewrite"]
 
 OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
@@ -85,11 +85,6 @@ NECESSARY = {
 }
 """Passes that cannot be left out, and why."""
 
-UNHIDDEN = (
-    "scores of this call are too large for the fill of a mask to hide keys; fill masks with -inf or "
-    "torch.finfo(dtype).min"
-)
-"""Message for a mask that does not hide all it should (``treefx.passes.scores.hidden``)."""
 GIVES_SCORES = "gives attention scores to the caller"
 """The reason of outputs that are computed on rows though the attention itself runs packed."""
 
@@ -337,7 +332,8 @@ def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     for size in symbols:
         add_count_input(packed, size, str(size.node.expr))
     work.rewritten = Rewritten(
-        packed, gm, packer.outputs, [*fakes, *metadata, count.count, *symbols], mode, count, asks=bool(packer.hidden)
+        packed, gm, packer.outputs, [*fakes, *metadata, count.count, *symbols], mode, count,
+        asks=tuple(text for text, _ in packer.proofs),
     )  # fmt: skip
     return packed
 

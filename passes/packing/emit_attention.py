@@ -17,14 +17,15 @@ from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.base import LABELLED
 from treefx.passes.packing.emit_blocks import boundary_of_blocks, with_outside
-from treefx.passes.packing.emitters import Packer, emits
+from treefx.passes.packing.emitters import HIDING, SIGHT, Packer, emits
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.conditions import is_learned, may_blind
 from treefx.passes.scores.hidden import Range, bounded, is_hidden, unknown
 
 __all__ = [
-    "as_model", "asked", "check_hidden", "depths", "heads_first", "kernel_form", "operands", "places", "sink_logits",
+    "as_model", "asked", "asks_for_sight", "check_hidden", "depths", "heads_first", "kernel_form", "operands", "places", "sink_logits",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -43,6 +44,8 @@ def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     buffers: list[Tensor] = []
     visible = [kernel_form(packer, item, buffers) for item in asked(packer, attention)]
     score = Score(kernel_form(packer, attention.score, buffers), _all(visible))
+    if asks_for_sight(attention):
+        _check_sight(packer, attention, score.visible, buffers)
     sinks = None if attention.sinks is None else sink_logits(packer, attention.sinks, query)
     boundary = None
     if attention.blocks is not None:
@@ -77,7 +80,24 @@ def operands(packer: Packer, attention: Attention) -> tuple[Tensor, Tensor, Tens
 def check_hidden(packer: Packer, attention: Attention, query: Tensor, key: Tensor) -> None:
     """Ask in each call whether its numbers let the mask hide all it should, if nothing else proves that."""
     if attention.doubt is not None:
-        packer.hidden.append(is_hidden(*attention.doubt, functools.partial(_range, packer, query, key)))
+        packer.proofs.append((HIDING, is_hidden(*attention.doubt, functools.partial(_range, packer, query, key))))
+
+
+def asks_for_sight(attention: Attention) -> bool:
+    """Return whether only a run can tell if each query sees a key: a parameter decides, and sight of none is no zero."""
+    conditions = (*attention.conditions, *attention.padding)
+    return not attention.zero_if_blind and any(map(is_learned, conditions)) and may_blind(conditions)
+
+
+def _check_sight(packer: Packer, attention: Attention, visible: Expr | None, buffers: list[Tensor]) -> None:
+    """Ask in each call whether every query sees itself, which is more than it needs."""
+    if visible is None:
+        return
+    device = packer.metadata.column.device
+    own, head = torch.arange(packer.metadata.tokens, device=device), torch.arange(attention.heads, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    seen = evaluate(visible, dot=zero, q=own, k=own, head=head[:, None], batch=zero, buffers=buffers)
+    packer.proofs.append((SIGHT, seen.to(torch.bool).all()))
 
 
 def as_model(packer: Packer, node: fx.Node, out: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ from treefx.passes.labels.facts import Fact, fact_of
 from treefx.passes.packing.emit_attention import (
     as_model,
     asked,
+    asks_for_sight,
     check_hidden,
     heads_first,
     kernel_form,
     operands,
     sink_logits,
 )
-from treefx.passes.packing.emitters import Packer, emits
+from treefx.passes.packing.emitters import SIGHT, Packer, emits
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.scores.latents import Expanded, Latents, Shared
 from treefx.passes.scores.sparse import SparseAttention
@@ -41,6 +42,8 @@ def _sparse_attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     check_hidden(packer, attention, query, key)
     sinks = None if attention.sinks is None else sink_logits(packer, attention.sinks, query)
     keys = listed_keys(packer, attention)
+    if asks_for_sight(attention):
+        packer.proofs.append((SIGHT, (keys >= 0).any(-1).all()))
     out, _ = torch.ops.treefx.sparse_tree_attention.default(query[0], key[0], value[0], keys, sinks, attention.scale)
     if latents is not None:
         out = torch.bmm(out, _matrices(packer, latents.value, query.shape[1]).to(out.dtype))

@@ -16,9 +16,20 @@ from treefx.passes.labels.laws.base import find_law
 from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.packing.layout import Metadata
 
-__all__ = ["Emitter", "Packer", "emits", "emits_full", "find_emitter", "find_full_emitter"]
+__all__ = ["HIDING", "SIGHT", "Emitter", "Packer", "emits", "emits_full", "find_emitter", "find_full_emitter"]
 
 T = TypeVar("T")
+
+HIDING = (
+    "scores of this call are too large for the fill of a mask to hide keys; fill masks with -inf or "
+    "torch.finfo(dtype).min"
+)
+"""Message for a mask that does not hide all it should (``treefx.passes.scores.hidden``)."""
+SIGHT = (
+    "a position does not see itself in this call, and the model's attention takes a mean over a whole row, past and "
+    "future, where a position sees no key; let every position see itself"
+)
+"""Message for an attention whose conditions a parameter decides."""
 
 
 class Packer(Protocol):
@@ -35,8 +46,9 @@ class Packer(Protocol):
     """Positions of logits that are not computed."""
     changed: dict[fx.Node, Any]
     """Inputs that the graph writes to, and their new values."""
-    hidden: list[Tensor]
-    """Whether masks hide all they should, for attentions where only the call's numbers decide."""
+    proofs: list[tuple[str, Tensor]]
+    """What only the numbers of a call prove, bool scalars: what is said where one fails (``HIDING``), and whether it
+    holds."""
 
     @property
     def metadata(self) -> Metadata:

@@ -105,8 +105,8 @@ class PackingInterpreter:
         self.detached, self.redundant, self.native = detached, redundant, native
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
-        self.hidden: list[Tensor] = []
-        """Whether masks hide all they should, for attentions where only the call's numbers decide."""
+        self.proofs: list[tuple[str, Tensor]] = []
+        """What only the numbers of a call prove, as in ``Packer``."""
         self._forms = Forms()
         self.changed = changed_inputs(gm)
         self._live = live_nodes(gm, checks=not native)
@@ -123,7 +123,7 @@ class PackingInterpreter:
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the rewritten graph on its inputs, then ``row, column, subtree_end, token_of``.
 
-        Where ``hidden`` is asked, its answer is one more result.
+        Where ``proofs`` are asked, bool [proofs] is one more result.
         """
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self._metadata = Metadata(*inputs[len(placeholders) :])
@@ -166,7 +166,7 @@ class PackingInterpreter:
 
     def _common(self) -> list[Any]:
         """Return values that emitters read besides forms: the trie, and lists they extend."""
-        return [*vars(self.metadata).values(), *self.hidden]
+        return [*vars(self.metadata).values(), *[holds for _, holds in self.proofs]]
 
     def _named(self, name: str, node: fx.Node) -> Any:
         return self.full(node) if name == "full" else self.packed(node)
@@ -178,7 +178,7 @@ class PackingInterpreter:
             detach = position in self.detached and isinstance(value, Tensor)
             results.append(value.detach() if detach else value)
             self.outputs.append(output)
-        return (*results, torch.stack(self.hidden).all()) if self.hidden else tuple(results)
+        return (*results, torch.stack([holds for _, holds in self.proofs])) if self.proofs else tuple(results)
 
     def _absent(self, item: fx.Node) -> tuple[Any, Output]:
         """Return a stand-in for unread logits that the loss does without."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.facts import fact_of
 
-__all__ = ["compares_one_value", "is_learned", "is_met_by_itself"]
+__all__ = ["compares_one_value", "is_learned", "is_met_by_itself", "may_blind"]
 
 
 def is_learned(condition: Expr) -> bool:
@@ -20,6 +22,11 @@ def is_met_by_itself(expr: Expr) -> bool:
     if expr[0] == "lt":  # a window
         return expr[1] == ("sub", ("cq",), ("ck",)) and expr[2][0] == "const" and bool(expr[2][1] > 0)
     return expr[0] in ("eq", "le", "ge") and _of_itself(expr[1]) == _of_itself(expr[2])
+
+
+def may_blind(conditions: Sequence[Expr]) -> bool:
+    """Return whether a query may fail one of its conditions at its own key."""
+    return not all(map(is_met_by_itself, conditions))
 
 
 def _of_itself(expr: Expr) -> Expr:

@@ -27,7 +27,7 @@ from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
-from treefx.passes.scores.conditions import compares_one_value, is_learned, is_met_by_itself
+from treefx.passes.scores.conditions import compares_one_value, is_learned, may_blind
 from treefx.runtime.origins import OTHER_ORIGIN, is_noted, origin_of
 from treefx.runtime.places import number_places
 from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
@@ -50,10 +50,11 @@ class Padding:
         """Conditions, as grids evaluate them."""
         asking = [item for item in analysis.attentions if not item.zero_if_blind]
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
-        self._blinding = [
-            (*item, any(map(is_learned, item[0]))) for item in blinding if not all(map(is_met_by_itself, item[0]))
-        ]
-        """Conditions, heads, and whether a parameter decides, of attentions that may give a value without any key."""
+        self._blinding = [item for item in blinding if may_blind(item[0]) and not any(map(is_learned, item[0]))]
+        """Conditions and heads of attentions that may give a value without any key.
+
+        Where a parameter decides, the packed graph asks (``treefx.passes.packing.emit_attention.check_sight``).
+        """
         self.may_blind = bool(self._blinding)
         """Whether ``is_defined`` can be False at all."""
         self.ids_may_blind = any(self._reads_ids(item) for conditions, *_ in self._blinding for item in conditions)
@@ -217,9 +218,7 @@ class Padding:
         scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
         only the original graph reproduces. Most queries see themselves; the others are asked key by key.
         """
-        for conditions, heads, learned in self._blinding:
-            if learned:
-                return False
+        for conditions, heads in self._blinding:
             blind = ~self._met(grid, conditions, heads)
             queries = torch.nonzero((blind if keep is None else blind & keep).reshape(-1)).to(torch.int64)
             if not len(queries):

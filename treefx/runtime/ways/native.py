@@ -17,13 +17,11 @@ from treefx.inputs.token_count import PackedSize
 from treefx.passes.analysis import Variant
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.labels.rows import rows_in_order
-from treefx.passes.pipeline import UNHIDDEN
 from treefx.passes.trace.unseen_changes import changed_by
-from treefx.reason_codes import code_of_cause
 from treefx.runtime.call_plan import forest_batch
 from treefx.runtime.cut import CutRow
 from treefx.runtime.lazy import name_of_input
-from treefx.runtime.reason import Cause
+from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.rows import PackedRun
@@ -112,8 +110,8 @@ class NativeRun:
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
         ran_on_forest()
         results = self._packed.run(shape, variant, by_column, batch, cut)
-        if results is None:
-            raise UnsupportedError(UNHIDDEN, code_of_cause(Cause.VALUES.name))
+        if isinstance(results, Reason):
+            raise UnsupportedError(results.text, results.code)
         packed, plain = shape.analysis.packed_outputs, shape.analysis.plain_outputs
         tokens_of = [value[None, : batch.tokens] if i in packed else value for i, value in enumerate(results)]
         others = packed.keys() - plain

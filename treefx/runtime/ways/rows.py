@@ -18,7 +18,6 @@ from treefx.inputs.token_count import PackedSize
 from treefx.kernels.memory import on_host
 from treefx.passes.analysis import Analysis, Variant
 from treefx.passes.packing.layout import expand_rows
-from treefx.passes.pipeline import UNHIDDEN
 from treefx.passes.runner import Pass
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.call_plan import Batch, CallPlan, Policy, Unshared, plan_call
@@ -34,8 +33,6 @@ from treefx.runtime.ways.between import SOURCES, MissingTokens, Packed, hands_on
 from treefx.runtime.ways.ordinary import Ordinary
 
 __all__ = ["Outputs", "PackedRun", "RowsRun", "most_logits"]
-
-_UNSEEN = Reason(Cause.VALUES, UNHIDDEN)
 
 
 class RowsRun:
@@ -101,8 +98,8 @@ class RowsRun:
         own = found.batch.own_positions and bool(shape.analysis.attentions)  # all else reads no column
         variant = Variant(detached, found.redundant, absent=absent, own_positions=own)
         results = self._packed.run(shape, variant, found.tensors, found.batch)
-        if results is None:
-            return self._run_unhidden(shape, args)
+        if isinstance(results, Reason):
+            return self._run_again(shape, args, results)
         return self._outputs.hand_back(shape, args, results, found, variant)
 
     def _count(self, found: CallPlan | Unshared, ids: Tensor) -> None:
@@ -114,11 +111,11 @@ class RowsRun:
             report = self._records.count_rows(raw, tokens, found.batch.prefixes, ids)
             report.trie = weakref.ref(found.batch), found.redundant
 
-    def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
-        """Run the model's own graph for scores so large that a mask does not hide others."""
+    def _run_again(self, shape: Shape, args: Sequence[Any], reason: Reason) -> Any:
+        """Run the model's own graph where the numbers of a packed run show that it is wrong."""
         if shape.analysis.has_side_effects:  # which the packed run has had
-            raise UnsupportedError(UNHIDDEN, _UNSEEN.code)
-        return self._ordinary.instead(args, reason=_UNSEEN)
+            raise UnsupportedError(reason.text, reason.code)
+        return self._ordinary.instead(args, reason=reason)
 
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
         """Return the outputs of large logits, used only by losses until now, to leave out."""
@@ -263,7 +260,7 @@ class PackedRun:
     def run(
         self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | Exchange | None = None
     ) -> Any:
-        """Run a variant; return None where its masks do not hide all they should."""
+        """Run a variant; return a reason where its own numbers show that its results are wrong."""
         count = batch.size
         sizes = [count, *([] if cut is None else cut.sizes)]
         # Not outside: grad mode is a guard of Dynamo's code.
@@ -284,8 +281,10 @@ class PackedRun:
                 )
         if not executable.rewritten.asks:
             return results
-        *results, hidden = results
-        return results if bool(hidden) else None
+        *results, proofs = results
+        if bool(proofs.all()):
+            return results
+        return Reason(Cause.VALUES, executable.rewritten.asks[int(proofs.to(torch.int8).argmin())])
 
 
 _ON_CPU = 2**26
