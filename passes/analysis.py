@@ -350,7 +350,7 @@ class Rewritten:
     cut: CutGraph | None = None
     """Further inputs and outputs of a graph of parts."""
     asks: tuple[str, ...] = ()
-    """What is said where an element of the last result, bool [asks], is False: then all results are wrong."""
+    """Messages, one per element of the last result, bool: where one is False, all results are wrong."""
     analysis: Analysis | None = None
     """The labels of ``traced``, for the inspector."""
     inner: fx.GraphModule | None = None

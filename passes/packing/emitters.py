@@ -47,8 +47,7 @@ class Packer(Protocol):
     changed: dict[fx.Node, Any]
     """Inputs that the graph writes to, and their new values."""
     proofs: list[tuple[str, Tensor]]
-    """What only the numbers of a call prove, bool scalars: what is said where one fails (``HIDING``), and whether it
-    holds."""
+    """Facts that only the numbers of a call prove: the message where one fails (``HIDING``), and a bool scalar."""
 
     @property
     def metadata(self) -> Metadata:

@@ -106,7 +106,7 @@ class PackingInterpreter:
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
         self.proofs: list[tuple[str, Tensor]] = []
-        """What only the numbers of a call prove, as in ``Packer``."""
+        """Facts that only the numbers of a call prove, as in ``Packer``."""
         self._forms = Forms()
         self.changed = changed_inputs(gm)
         self._live = live_nodes(gm, checks=not native)

@@ -53,7 +53,7 @@ class Padding:
         self._blinding = [item for item in blinding if may_blind(item[0]) and not any(map(is_learned, item[0]))]
         """Conditions and heads of attentions that may give a value without any key.
 
-        Where a parameter decides, the packed graph asks (``treefx.passes.packing.emit_attention.check_sight``).
+        Where a parameter decides, a result of the packed graph says (``treefx.passes.packing.emitters.SIGHT``).
         """
         self.may_blind = bool(self._blinding)
         """Whether ``is_defined`` can be False at all."""
