@@ -35,8 +35,8 @@ REFUSALS: tuple[ReasonCode, ...] = (
     ),
     ReasonCode(
         "TFX203", "forest that cannot be cut",
-        "keys, values and states of recurrences along the tree cross the cuts between parts; a state of another kind "
-        "does not, and no state of a recurrence crosses between ranks",
+        "keys, values, and what causal convolutions and known recurrences along the tree read, cross the cuts between "
+        "parts and between ranks; other states do not",
         "run the uncut forest (treefx.use), or change what the message names",
     ),
     ReasonCode(

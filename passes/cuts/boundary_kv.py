@@ -101,6 +101,7 @@ class CutGraph:
         results: the uncut graph's outputs where they are not computed: a stand-in, an input, or the constant itself.
         reads_parents: whether it takes the parents of the own tokens [N], of the boundary's [P] and of nothing [1].
         changed: positions of the inputs that it changes in place: counters among the model's buffers.
+        reads_whole: whether it takes subtree_end of the whole forest, and how its ranks hold the tokens.
     """
 
     run: Run | Ranks
@@ -109,6 +110,7 @@ class CutGraph:
     results: list[Any]
     reads_parents: bool
     changed: list[int] = field(default_factory=list)
+    reads_whole: bool = False
 
 
 def add_boundary(
@@ -145,19 +147,16 @@ def add_boundary(
     return gm, fakes, CutGraph(run, cutter.caches, cutter.states, results, bool(windows), _changed(gm))
 
 
-def check_operators(gm: fx.GraphModule, *, on_ranks: bool = False) -> None:
-    """Refuse graphs whose tokens meet in operators with a state that cannot cross a cut.
-
-    Between ranks that run at once no state of a recurrence crosses.
-    """
-    where = "in attention or in a convolution" + (", over several ranks" if on_ranks else ", or in a recurrence")
-    known = _TOKEN_WISE if on_ranks else _TOKEN_WISE | SCANS
+def check_operators(gm: fx.GraphModule) -> None:
+    """Refuse graphs whose tokens meet in operators with a state that cannot cross a cut."""
+    known = _TOKEN_WISE | SCANS
     for node in gm.graph.nodes:
         namespace = getattr(node.target, "namespace", None)
         if node.op == "call_function" and namespace == "treefx" and node.target not in known:
             raise UnsupportedError(
-                f"a forest can be cut where tokens meet {where}, but the model runs {node.target}, whose state does "
-                "not cross cuts; run the uncut forest (treefx.use), or a smaller one"
+                "a forest can be cut where tokens meet in attention, a convolution or a known recurrence, but the "
+                f"model runs {node.target}, whose state does not cross cuts; run the uncut forest (treefx.use), or a "
+                "smaller one"
             )
 
 
@@ -194,7 +193,7 @@ class Cutter:
         self.caches: list[Tensor] = []
         self.states: list[Tensor] = []
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.row, self.column, self.end, self.token_of, _ = placeholders[-5:]
+        self.row, self.column, self.end, self.token_of, self.tokens = placeholders[-5:]
         self._outside_form: dict[fx.Node, fx.Node] = {}
         self._sources: list[fx.Node] = []
         self._left: list[fx.Node] = []

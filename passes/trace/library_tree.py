@@ -40,7 +40,7 @@ from treefx.passes.trace.library_calls import (
     unfused,
 )
 
-__all__ = ["Leveled", "call_library", "find_inner", "leveled", "library_tree", "step_of"]
+__all__ = ["Leveled", "call_library", "find_inner", "leveled", "library_tree", "step_of", "tokens_of"]
 
 _KEPT_WHOLE = {"cuda"}
 """Devices on which a library's kernel is worth calling where ``tree_scan`` has the recurrence."""
@@ -228,15 +228,15 @@ def _along_tree(call: LibraryCall, tensors: Sequence[Tensor], subtree_end: Tenso
 
 def step_of(call: LibraryCall, how: Leveled, tensors: Sequence[Tensor]) -> tuple[Step, list[Tensor]]:
     """Return the step of a level, and the values of tokens that it takes."""
-    numbers = [item.number for name, item in _slots(call, len(tensors)).items() if name in how.of_tokens]
+    numbers = tokens_of(call, how, len(tensors))
     fixed = [None if number in numbers else x for number, x in enumerate(tensors)]
     return partial(how.step, call, numbers, fixed), [tensors[number] for number in numbers]
 
 
-def _slots(call: LibraryCall, count: int) -> dict[str, Given]:
-    """The tensors of a call by the names of arguments."""
+def tokens_of(call: LibraryCall, how: Leveled, count: int) -> list[int]:
+    """Return the numbers of the call's tensors that have a value per token."""
     named = call.arguments([Given(number) for number in range(count)])
-    return {name: item for name, item in named.items() if isinstance(item, Given)}
+    return [item.number for name, item in named.items() if isinstance(item, Given) and name in how.of_tokens]
 
 
 def _tree_scan(subtree_end: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor | None) -> Tensor:

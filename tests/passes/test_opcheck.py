@@ -17,6 +17,7 @@ import treefx.backend  # noqa: F401  (registers the operators)
 from tests import libraries
 from tests.backend.calls.test_heads import Scores
 from treefx.passes.cuts.exchange import exchange, exchange_backward
+from treefx.passes.cuts.exchange_heads import heads_to_tokens, tokens_to_heads
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.passes.trace import flash, heads, library_calls, opaque_ops, token_modules
 
@@ -223,6 +224,23 @@ def test_exchange(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: st
 
 
 @each_with("dtype", torch.float32, torch.bfloat16)
+def test_exchange_of_heads(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: str) -> None:
+    """Three of five tokens are held, in another order than the forest's, which is filled up with zeros."""
+    k, g = lay(torch.randn(5, 2, 4).to(dtype)), lay(torch.randn(5, 4))
+    place, counts = torch.tensor([1, 2, 0, 3]), torch.tensor([3])
+    opcheck(_ops.tokens_to_heads.default, ([leaf(k), leaf(g)], place, counts, 4, alone))
+    for x, came in zip((k, g), tokens_to_heads([k, g], place, counts, 4, alone), strict=True):
+        assert torch.equal(came[:3], x[[1, 2, 0]]) and not came[3].any()
+    k, g = lay(torch.randn(4, 2, 4).to(dtype)), lay(torch.randn(4, 4))
+    for copies in (True, False):
+        given = ([2, 4], 5, place, counts, 4, alone, copies)
+        opcheck(_ops.heads_to_tokens.default, ([leaf(k), leaf(g)], *given))
+        for x, came in zip((k, g), heads_to_tokens([k, g], *given), strict=True):
+            assert torch.equal(came[:3], x[[2, 0, 1]])
+            assert torch.equal(came[3:], (x[2] if copies else torch.zeros_like(x[2])).expand_as(came[3:]))
+
+
+@each_with("dtype", torch.float32, torch.bfloat16)
 def test_over_ranks(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: str) -> None:
     x = lay(torch.randn(4, 6).to(dtype))
     for op in (_ops.sum_over_ranks.default, _ops.same_on_ranks.default):
@@ -312,11 +330,12 @@ def test_every_operator_has_its_check() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "entries", "exchange",
-        "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "library",
-        "library_backward", "library_part", "library_part_backward", "library_tree", "library_tree_backward",
-        "own_piece", "own_products", "own_products_backward", "part_scan", "part_scan_backward", "pick", "restore",
-        "restore_pick", "restore_surprise", "row_convolution", "row_convolution_backward", "row_scan",
-        "row_scan_backward", "same_on_ranks", "segments", "sparse_tree_attention", "sparse_tree_attention_backward",
-        "sum_over_ranks", "surprise", "token_module", "token_module_backward", "tower", "tree_attention",
-        "tree_attention_backward", "tree_scan", "tree_scan_backward",
+        "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward",
+        "heads_to_tokens", "library", "library_backward", "library_part", "library_part_backward", "library_tree",
+        "library_tree_backward", "own_piece", "own_products", "own_products_backward", "part_scan",
+        "part_scan_backward", "pick", "restore", "restore_pick", "restore_surprise", "row_convolution",
+        "row_convolution_backward", "row_scan", "row_scan_backward", "same_on_ranks", "segments",
+        "sparse_tree_attention", "sparse_tree_attention_backward", "sum_over_ranks", "surprise", "token_module",
+        "token_module_backward", "tokens_to_heads", "tower", "tree_attention", "tree_attention_backward", "tree_scan",
+        "tree_scan_backward",
     }  # fmt: skip

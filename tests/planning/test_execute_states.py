@@ -86,14 +86,13 @@ def test_random_forests(hybrid: Compiled) -> None:
     check_drawn_forests(model, compiled, 4)
 
 
-def test_no_state_crosses_between_ranks_that_run_at_once() -> None:
-    """A plan takes the graph that context parallelism refuses."""
+@pytest.mark.parametrize("name", ["sparse_tree_attention", "row_scan", "library"])
+def test_no_other_operator_crosses_cuts(name: str) -> None:
+    """Neither between parts nor between ranks: attention to chosen keys, and recurrences on rows."""
     graph = fx.Graph()
-    graph.output(graph.call_function(torch.ops.treefx.tree_scan.default, (*map(graph.placeholder, "qkvgwe"), 64)))
-    gm = fx.GraphModule(nn.Module(), graph)
-    check_operators(gm)
-    with pytest.raises(treefx.UnsupportedError, match="over several ranks.*tree_scan"):
-        check_operators(gm, on_ranks=True)
+    graph.output(graph.call_function(getattr(torch.ops.treefx, name).default, (graph.placeholder("x"),)))
+    with pytest.raises(treefx.UnsupportedError, match=f"a known recurrence, but the model runs treefx.{name}"):
+        check_operators(fx.GraphModule(nn.Module(), graph))
 
 
 @pytest.mark.zoo

@@ -18,7 +18,7 @@ from treefx.kernels.memory import send
 from treefx.passes.cuts.boundary_kv import CutGraph, GivenBack, Ranks, Run, StandIn
 
 __all__ = [
-    "ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "StateDoors",
+    "ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "StateDoors", "WholeForest",
     "forest_as",
 ]  # fmt: skip
 
@@ -111,6 +111,20 @@ class Cut:
                     x.copy_(value)
 
 
+class WholeForest(NamedTuple):
+    """Describe the whole forest to recurrences, which run on all its tokens; filled up to a size of compiled graphs.
+
+    Attributes:
+        end: subtree_end, int32 [M], on the device.
+        place: int64 [M], on the device: see `treefx::tokens_to_heads`.
+        counts: int64 [ranks], on the CPU: how many tokens each rank holds.
+    """
+
+    end: Tensor
+    place: Tensor
+    counts: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """Exchange K/V of one rank's part with the others in every attention.
@@ -123,6 +137,7 @@ class Exchange:
         order: int64 [P], on the device: see `treefx::exchange`.
         counts: int64 [2, ranks], on the CPU: how many tokens each rank is sent and sends.
         parents: see `Cut`.
+        whole: of the forest.
     """
 
     run: Ranks
@@ -130,16 +145,18 @@ class Exchange:
     order: Tensor
     counts: Tensor
     parents: Callable[[], list[Tensor]]
+    whole: WholeForest
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """P and Q."""
-        return len(self.vectors[0]), len(self.vectors[3])
+    def sizes(self) -> tuple[int, int, int]:
+        """P and Q, then M, which graphs without recurrences do not have."""
+        return len(self.vectors[0]), len(self.vectors[3]), len(self.whole.end)
 
     def call(self, run: Callable[..., Any], given: Sequence[Any], graph: CutGraph) -> Sequence[Any]:
         """Run a compiled graph together with other ranks; return the uncut graph's results."""
         parents = self.parents() if graph.reads_parents else ()
-        results: Sequence[Any] = run(*given, *self.vectors, self.order, self.counts, *parents, *self.sizes)
+        whole, sizes = (self.whole, self.sizes) if graph.reads_whole else ((), self.sizes[:2])
+        results: Sequence[Any] = run(*given, *self.vectors, self.order, self.counts, *whole, *parents, *sizes)
         return results
 
 

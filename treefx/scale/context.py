@@ -2,7 +2,7 @@
 
 ``treefx.scale.shard_rows`` shares out rows, and no rank can have less than one; here one row, too long for a device, or
 one tree lies on several. ``pieces`` assigns tokens to ranks; the operator `treefx::exchange` sends keys and values
-within the model.
+within the model. Recurrences run on all tokens, each rank with its share of the heads (`treefx::tokens_to_heads`).
 """
 
 import hashlib
@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
+from treefx.kernels.memory import send
 from treefx.passes.cuts.boundary_kv import Ranks
-from treefx.runtime.cut import ContextRow, Exchange, PartTokens
+from treefx.runtime.cut import ContextRow, Exchange, PartTokens, WholeForest
 from treefx.scale.outline import IntArray
 from treefx.scale.pieces import TokenSplit, needed, split_tokens
 from treefx.scale.price import Cost
@@ -27,10 +28,10 @@ def context_parallel(forest: Forest, group: Any = None, cost: Cost = None) -> Co
     """Return this rank's tokens of a forest that the ranks of a group run together.
 
     Every distinct token is computed on one rank. In each attention, a rank receives the keys and values of its tokens'
-    ancestors on other ranks, and returns their gradients; it receives no key that its tokens do not attend to. Losses
-    and gradients **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.shard_rows` for
-    DDP's and FSDP2's division. Where rows are sharded over another dimension of a mesh, pass the share and this one's
-    group.
+    ancestors on other ranks, and returns their gradients; it receives no key that its tokens do not attend to. In each
+    recurrence, a rank receives all tokens for its share of the heads, and returns the results. Losses and gradients
+    **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.shard_rows` for DDP's and
+    FSDP2's division. Where rows are sharded over another dimension of a mesh, pass the share and this one's group.
 
     All ranks call it in the same order with the same forest, and run the model on their tokens the same number of
     times, forward and backward, even on different tokens.
@@ -83,13 +84,23 @@ def make_context_row(forest: Forest, found: TokenSplit, rank: int, group: str) -
     own, outside, leaving = map(torch.from_numpy, (found.tokens[rank], wanted[rank], np.concatenate(sent)))
     tokens = PartTokens(forest, host, own, outside, leaving)
     order = torch.from_numpy(_places(owner[wanted[rank]], tokens.sizes[1])).to(forest.device)
-    cut = Exchange(
-        Ranks(group, len(sent)), tokens.vectors(), order, torch.tensor(counts, dtype=torch.int64), tokens.parents
-    )
+    held_by_rank = [own[owner[own] == number] for number, own in enumerate(found.tokens)]
+    exchanged = torch.tensor(counts, dtype=torch.int64)
+    ranks, whole = Ranks(group, len(sent)), _whole(forest, held_by_rank)
+    cut = Exchange(ranks, tokens.vectors(), order, exchanged, tokens.parents, whole)
     is_own = torch.from_numpy(owner == rank)
     row = tokens.row(is_own[host.edges.source].nonzero().squeeze(1), cut)
     assert isinstance(row, ContextRow)
     return row
+
+
+def _whole(forest: Forest, held: list[IntArray]) -> WholeForest:
+    """Describe the forest whose tokens the ranks hold; a lone token gets another behind it."""
+    place = torch.from_numpy(np.argsort(np.concatenate(held), kind="stable"))
+    end, counts = forest.subtree_end.to(torch.int32), torch.tensor([len(tokens) for tokens in held])
+    if len(place) == 1:
+        end, place = end.new_tensor([1, 2]), torch.arange(2)
+    return WholeForest(end, send(place, forest.device), counts)
 
 
 def _places(owners: IntArray, size: int) -> IntArray:

@@ -24,6 +24,7 @@ from treefx.kernels.recurrence import part_scan as _scans  # noqa: F401
 from treefx.kernels.recurrence import row_scan
 from treefx.kernels.sparse import ops as sparse
 from treefx.passes.cuts import exchange as _exchange  # noqa: F401
+from treefx.passes.cuts import exchange_heads as _exchange_heads  # noqa: F401
 from treefx.passes.packing import vocab_tail
 from treefx.passes.ranks import collectives
 from treefx.passes.trace import changed_inputs, flash, heads, opaque_ops
@@ -32,10 +33,10 @@ from treefx.passes.trace import library_tree as _library_tree  # noqa: F401
 
 TAGGED = {
     "custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",
-    "gather_pieces", "head", "head_backward", "library", "library_backward", "library_part", "library_part_backward",
-    "library_tree", "library_tree_backward", "part_scan", "part_scan_backward", "row_scan", "row_scan_backward",
-    "sum_over_ranks", "token_module", "token_module_backward", "tower", "tree_attention", "tree_attention_backward",
-    "tree_scan", "tree_scan_backward",
+    "gather_pieces", "head", "head_backward", "heads_to_tokens", "library", "library_backward", "library_part",
+    "library_part_backward", "library_tree", "library_tree_backward", "part_scan", "part_scan_backward", "row_scan",
+    "row_scan_backward", "sum_over_ranks", "token_module", "token_module_backward", "tokens_to_heads", "tower",
+    "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
 }  # fmt: skip
 OF_A_GROUP = {"own_piece"}
 """Needs a process group, and then reads a slice of a fixed size."""
