@@ -25,7 +25,8 @@ from treefx.passes.scores.conditions import is_learned, may_blind
 from treefx.passes.scores.hidden import Range, bounded, is_hidden, unknown
 
 __all__ = [
-    "as_model", "asked", "asks_for_sight", "check_hidden", "depths", "heads_first", "kernel_form", "operands", "places", "sink_logits",
+    "as_model", "asked", "asks_for_sight", "check_hidden", "depths", "heads_first", "kernel_form", "operands",
+    "places", "sink_logits",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -84,7 +85,7 @@ def check_hidden(packer: Packer, attention: Attention, query: Tensor, key: Tenso
 
 
 def asks_for_sight(attention: Attention) -> bool:
-    """Return whether only a run can tell if each query sees a key: a parameter decides, and sight of none is no zero."""
+    """Return whether only a run can tell if each query sees a key: a parameter decides, and blind is not zero."""
     conditions = (*attention.conditions, *attention.padding)
     return not attention.zero_if_blind and any(map(is_learned, conditions)) and may_blind(conditions)
 
