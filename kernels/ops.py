@@ -34,7 +34,7 @@ from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support as triton_support
 from treefx.kernels.score import Score
 
-__all__ = ["IMPLEMENTATIONS", "attend", "choose_implementation"]
+__all__ = ["IMPLEMENTATIONS", "attend", "attend_with_lse", "choose_implementation"]
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "flex", "triton")
 """Values of ``impl``. ``auto``: ``cpu`` on the CPU; on CUDA ``triton`` where it runs and gives the reference's numbers,
@@ -101,11 +101,31 @@ def attend(
         whole = one_call.attend(q, k, v, subtree_end, score, impl)
         if whole is not None:
             return heads_inside(whole)
-    outside = () if boundary is None else (boundary.k, boundary.v, boundary.lo, boundary.hi)
     fixed = {"deterministic": True} if deterministic else {}
-    out, _ = _operator(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl, *outside, **fixed)
-    result: Tensor = out
-    return result
+    return attend_with_lse(q, k, v, subtree_end, score, buffers, sinks, impl, boundary, **fixed)[0]
+
+
+def attend_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    score: Score,
+    buffers: Sequence[Tensor] = (),
+    sinks: Tensor | None = None,
+    impl: str = "auto",
+    boundary: Boundary | None = None,
+    **fixed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend as :func:`attend` does, and return the logarithm of each query's sum of weights too.
+
+    Returns:
+        The result of :func:`attend`; and ``[B, H, N]`` in the dtype of sums, -inf for a query without a visible key and
+        without a sink. It has no gradient.
+    """
+    outside = () if boundary is None else (boundary.k, boundary.v, boundary.lo, boundary.hi)
+    out, lse = _operator(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl, *outside, **fixed)
+    return out, lse
 
 
 def choose_implementation(impl: str, inputs: Inputs) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.ops import attend
+from treefx.kernels.ops import attend_with_lse
 from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr, Score, evaluate
 from treefx.passes.labels.dims import has_tokens
@@ -45,15 +45,16 @@ def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     buffers: list[Tensor] = []
     visible = [kernel_form(packer, item, buffers) for item in asked(packer, attention)]
     score = Score(kernel_form(packer, attention.score, buffers), _all(visible))
-    if asks_for_sight(attention):
-        _check_sight(packer, attention, score.visible, buffers)
     sinks = None if attention.sinks is None else sink_logits(packer, attention.sinks, query)
     boundary = None
     if attention.blocks is not None:
         boundary = boundary_of_blocks(packer, attention.blocks, key, value, functools.partial(_at_tokens, packer))
         expressions = ("and", score.value, *([] if score.visible is None else [score.visible]))
         buffers = with_outside(expressions, buffers)
-    out = attend(query, key, value, packer.metadata.subtree_end, score, buffers, sinks, boundary=boundary)
+    ends = packer.metadata.subtree_end
+    out, lse = attend_with_lse(query, key, value, ends, score, buffers, sinks, boundary=boundary)
+    if asks_for_sight(attention):
+        packer.proofs.append((SIGHT, (lse != -math.inf).all()))
     return as_model(packer, node, out)
 
 
@@ -88,17 +89,6 @@ def asks_for_sight(attention: Attention) -> bool:
     """Return whether only a run can tell if each query sees a key: a parameter decides, and blind is not zero."""
     conditions = (*attention.conditions, *attention.padding)
     return not attention.zero_if_blind and any(map(is_learned, conditions)) and may_blind(conditions)
-
-
-def _check_sight(packer: Packer, attention: Attention, visible: Expr | None, buffers: list[Tensor]) -> None:
-    """Ask in each call whether every query sees itself, which is more than it needs."""
-    if visible is None:
-        return
-    device = packer.metadata.column.device
-    own, head = torch.arange(packer.metadata.tokens, device=device), torch.arange(attention.heads, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    seen = evaluate(visible, dot=zero, q=own, k=own, head=head[:, None], batch=zero, buffers=buffers)
-    packer.proofs.append((SIGHT, seen.to(torch.bool).all()))
 
 
 def as_model(packer: Packer, node: fx.Node, out: Tensor) -> Tensor:

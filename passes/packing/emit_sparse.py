@@ -43,7 +43,8 @@ def _sparse_attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     sinks = None if attention.sinks is None else sink_logits(packer, attention.sinks, query)
     keys = listed_keys(packer, attention)
     if asks_for_sight(attention):
-        packer.proofs.append((SIGHT, (keys >= 0).any(-1).all()))
+        filler = torch.arange(packer.metadata.tokens, device=keys.device) > packer.metadata.token_of.max()
+        packer.proofs.append((SIGHT, ((keys >= 0).any(-1) | filler).all()))
     out, _ = torch.ops.treefx.sparse_tree_attention.default(query[0], key[0], value[0], keys, sinks, attention.scale)
     if latents is not None:
         out = torch.bmm(out, _matrices(packer, latents.value, query.shape[1]).to(out.dtype))

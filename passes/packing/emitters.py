@@ -26,8 +26,8 @@ HIDING = (
 )
 """Message for a mask that does not hide all it should (``treefx.passes.scores.hidden``)."""
 SIGHT = (
-    "a position does not see itself in this call, and the model's attention takes a mean over a whole row, past and "
-    "future, where a position sees no key; let every position see itself"
+    "a position sees no key in this call, and the model's attention then takes a mean over its whole row, past and "
+    "future; let every position see a key"
 )
 """Message for an attention whose conditions a parameter decides."""
 

@@ -17,6 +17,7 @@ from tests.backend.support import Pair, assert_packed, compare, compile_with
 from tests.batches import Side, distinct_tokens, left_padded, shared_batch
 from tests.models import TinyLM, double_from, lifted
 from tests.oracle import FLOAT32, refused
+from treefx.inputs import token_count
 from treefx.inspection.report.costs import node_flops
 from treefx.inspection.report.sizes import Sizes
 from treefx.passes.packing import emit_attention, emit_choices, emit_sparse
@@ -419,6 +420,9 @@ OF_BLOCKS = {
 }  # fmt: skip
 
 
+LEFT = shared_batch(rows=4, length=14, shared=6, padding="left")
+
+
 def minimax(**changes: Any) -> nn.Module:
     """A tiny MiniMax-M3 in float64, whose layer chooses blocks of three keys."""
     if "minimax_m3_vl_text" not in CONFIG_MAPPING:
@@ -428,24 +432,43 @@ def minimax(**changes: Any) -> nn.Module:
     return double_from(getattr(lifted(original.__module__), original.__name__), config)
 
 
-@pytest.mark.parametrize(("blocks", "inner"), [(1, "aot_eager"), (3, "inductor"), (16, "aot_eager")])
-def test_blocks_of_keys(blocks: int, inner: str) -> None:
-    """Fewer blocks than a row has, and more; each query is in a block that it has chosen."""
-    pair = Pair(minimax(index_topk_blocks=blocks), inner=inner)
+@pytest.mark.parametrize(
+    ("blocks", "local", "inner"), [(1, 1, "aot_eager"), (3, 1, "inductor"), (16, 1, "aot_eager"), (1, 0, "aot_eager")]
+)
+def test_blocks_of_keys(blocks: int, local: int, inner: str) -> None:
+    """Fewer blocks than a row has, and more; also where a query need not be in a block that it has chosen."""
+    pair = Pair(minimax(index_topk_blocks=blocks, index_local_blocks=local), inner=inner)
     batch = shared_batch(rows=4, length=14, shared=6, padding="right")
     assert_packed(pair.check(batch), distinct_tokens(batch), 1)
 
 
-def test_queries_that_do_not_choose_themselves_run_on_rows() -> None:
-    """Blocks by score alone: a query may see no key, and eager then takes the mean of its row."""
+def test_queries_that_see_no_key_run_on_rows() -> None:
+    """Its blocks count columns, so a row padded on the left may choose padding alone; eager then takes a mean."""
     pair = Pair(minimax(index_topk_blocks=1, index_local_blocks=0))
-    checked = pair.check(shared_batch(rows=4, length=14, shared=6, padding="left"))
-    assert checked.stats["fallback"] == SIGHT
+    checked = pair.check(LEFT)
+    assert checked.stats["ran"] == "ordinary" and checked.stats["fallback"] == SIGHT
     assert checked.stats["fallback_code"] == "TFX014"
+    batch = shared_batch(rows=4, length=12, shared=6, padding="right")
+    assert_packed(pair.check(batch), distinct_tokens(batch), 1)
 
 
 def test_a_mean_over_no_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit_attention, "asks_for_sight", lambda attention: False)
     pair = Pair(minimax(index_topk_blocks=1, index_local_blocks=0))
     with pytest.raises(AssertionError):
-        pair.check(shared_batch(rows=4, length=14, shared=6, padding="left"))
+        pair.check(LEFT)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_indexers_under_masks_that_are_added(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention, where a query need not choose itself; rows filled up as on a GPU: filler sees no key."""
+    monkeypatch.setattr(sparse_pass, "pays_off", lambda *given: listed)
+    monkeypatch.setitem(token_count._MULTIPLES, "cpu", 64)
+    model = sparse("deepseek_v32", index_topk=4)
+    model.set_attn_implementation("eager")
+    pair = Pair(model)
+    sides: list[Side] = ["right", "left"]
+    for length, side in enumerate(sides, 13):
+        batch = shared_batch(rows=4, length=length, shared=6, padding=side)
+        assert_packed(pair.check(batch), distinct_tokens(batch), 1)
+    assert written(pair) == ((1, 0) if listed else (0, 1))
