@@ -17,7 +17,7 @@ from torch import Tensor
 from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 
-__all__ = ["exchange", "exchange_backward"]
+__all__ = ["all_to_all", "exchange", "exchange_backward", "processes_of"]
 
 
 @torch.library.custom_op("treefx::exchange", mutates_args=(), tags=NOT_CAPTURED)
@@ -37,7 +37,7 @@ def exchange(values: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, 
     """
     to, of = counts.tolist()
     message = _as_rows([x[0].index_select(1, sent[: sum(to)]).transpose(0, 1) for x in values])
-    came = _all_to_all(message, to, of, group)
+    came = all_to_all(message, to, of, group)
     rows = torch.cat([came, came.new_zeros(len(order) - len(came), came.shape[1])])
     pieces = torch.split(rows, [x.shape[1] * x.shape[3] for x in values], 1)
     sizes = [(1, len(order), x.shape[1], x.shape[3]) for x in values]
@@ -70,7 +70,7 @@ def exchange_backward(
     taken = _as_rows([x[0, : sum(of)] for x in grads])
     message = torch.empty_like(taken)
     message[order[: sum(of)]] = taken
-    came = _all_to_all(message, of, to, group)
+    came = all_to_all(message, of, to, group)
     total = came.new_zeros(tokens, came.shape[1], dtype=accumulation_dtype(came))
     for own, piece in zip(torch.split(sent[: sum(to)], to), torch.split(came, to), strict=True):
         total[own] += piece  # a rank is sent a token once
@@ -104,9 +104,13 @@ def _as_rows(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.flatten(1) for x in values], 1)
 
 
-def _all_to_all(message: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
-    """Rows for each rank against rows from each."""
+def all_to_all(message: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
+    """Send ``to[r]`` rows of a message to rank r, and return the ``of[r]`` rows that came from each, rank 0's first."""
     came = message.new_empty(sum(of), message.shape[1])
-    processes = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
-    dist.all_to_all_single(came, message.contiguous(), of, to, group=processes)
+    dist.all_to_all_single(came, message.contiguous(), of, to, group=processes_of(group))
     return came
+
+
+def processes_of(group: str) -> Any:
+    """Return the process group of a name, as graphs hold it."""
+    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
+from treefx.passes.cuts.exchange import all_to_all, processes_of
 
 __all__ = ["Share", "heads_to_tokens", "share_of", "tokens_to_heads"]
 
@@ -75,11 +76,11 @@ def tokens_to_heads(values: list[Tensor], place: Tensor, counts: Tensor, heads: 
         ``[M, G', ...]`` each, with the G' groups of ``ceil(H / ranks)`` heads.
     """
     held, ranks = counts.tolist(), len(counts)
-    own = held[_rank_in(group)]
+    own = held[dist.get_rank(processes_of(group))]
     shares = [share_of(x.shape[1], heads, ranks) for x in values]
     pairs = [(_repeated(x[:own], share.repeats), share) for x, share in zip(values, shares, strict=True)]
     to_each = [[_filled(x[:, share.range_of(rank)], share.width) for x, share in pairs] for rank in range(ranks)]
-    came = _all_to_all(torch.cat(list(map(_as_bytes, to_each))), [own] * ranks, held, group)
+    came = all_to_all(torch.cat(list(map(_as_bytes, to_each))), [own] * ranks, held, group)
     rows = torch.cat([came, came.new_zeros(len(place) - len(came), came.shape[1])])[place]
     return _from_bytes(rows, to_each[0])
 
@@ -113,8 +114,8 @@ def heads_to_tokens(
     ordered[place[: len(ordered)]] = data[: len(ordered)]
     wanted = [max(1, count) if copies else count for count in held]
     pieces = [data[:1] if len(x) < count else x for x, count in zip(torch.split(ordered, held), wanted, strict=True)]
-    own = wanted[_rank_in(group)]
-    came = _all_to_all(torch.cat(pieces), wanted, [own] * ranks, group)
+    own = wanted[dist.get_rank(processes_of(group))]
+    came = all_to_all(torch.cat(pieces), wanted, [own] * ranks, group)
     parts = [_from_bytes(rows, values) for rows in came.view(ranks, own, came.shape[1])]
     shares = [share_of(number, heads, ranks) for number in groups]
     totals = [_summed(each, share) for each, share in zip(zip(*parts, strict=True), shares, strict=True)]
@@ -154,14 +155,6 @@ def _of_tokens(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
 
 tokens_to_heads.register_autograd(_of_heads, setup_context=_keep_heads)
 heads_to_tokens.register_autograd(_of_tokens, setup_context=_keep_tokens)
-
-
-def _rank_in(group: str) -> int:
-    return dist.get_rank(_processes(group))
-
-
-def _processes(group: str) -> Any:
-    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
 
 
 def _repeated(x: Tensor, repeats: int) -> Tensor:
@@ -206,10 +199,3 @@ def _from_bytes(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         piece.clone(memory_format=torch.contiguous_format).view(x.dtype).view(len(rows), *x.shape[1:])
         for piece, x in zip(pieces, like, strict=True)
     ]
-
-
-def _all_to_all(message: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
-    """Rows for each rank against rows from each."""
-    came = message.new_empty(sum(of), message.shape[1])
-    dist.all_to_all_single(came, message, of, to, group=_processes(group))
-    return came

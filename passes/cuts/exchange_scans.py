@@ -29,6 +29,7 @@ from torch import fx
 from treefx.errors import UnsupportedError
 from treefx.passes.cuts import exchange_heads as _exchange_heads  # noqa: F401  (registers the operators)
 from treefx.passes.cuts.boundary_kv import Ranks
+from treefx.passes.cuts.exchange import processes_of
 from treefx.passes.cuts.exchange_heads import share_of
 from treefx.passes.trace.library_calls import call_of
 from treefx.passes.trace.library_tree import leveled, tokens_of
@@ -101,9 +102,8 @@ class HeadExchange:
                 f"over several ranks {name} can have parameters with one entry per head ({heads}), but one has the "
                 f"shape {list(shape)}; run the uncut forest (treefx.use), or a plan of it (treefx.plan)"
             )
-        group: Any = self.ranks.group  # a name, with its own type there
         share = share_of(heads, heads, self.ranks.size)
-        there = share.range_of(dist.get_rank(torch._C._distributed_c10d._resolve_process_group(group)))
+        there = share.range_of(dist.get_rank(processes_of(self.ranks.group)))
         cut = self._call(aten.slice.Tensor, parameter, 0, there.start, there.stop)
         more = share.width - (there.stop - there.start)
         return self._call(aten.constant_pad_nd.default, cut, [0, 0] * (len(shape) - 1) + [0, more]) if more else cut

@@ -13,7 +13,7 @@ from treefx.kernels.cpu import eager_tiles, rectangles
 from treefx.kernels.cpu import rectangles as tiles
 from treefx.kernels.cpu.bias_gradients import bias_is_summable
 from treefx.kernels.cpu.scored_tiles import is_separable, plan_scored_tiles
-from treefx.kernels.ops import attend
+from treefx.kernels.ops import attend, attend_with_lse
 from treefx.kernels.score import Expr, Score, make_score
 from treefx.kernels.tiles.structure import count_tokens, find_structure
 
@@ -48,6 +48,20 @@ def plain(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, keep: Tensor, number: f
     score = torch.where(keep, score, number).masked_fill(~tree_mask(ends), -torch.inf)
     blind = (score == -torch.inf).all(dim=-1, keepdim=True)
     return torch.softmax(score.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0) @ v
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", "flex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_without_a_key_have_no_sum_of_weights(dtype: torch.dtype, impl: str) -> None:
+    torch.manual_seed(0)
+    ends = forest((-1, 9), (0, 140), (0, 5), (2, 130), (2, 3))
+    visible = torch.rand(len(ends), len(ends)) < 0.1
+    visible[20:23] = False
+    inputs = [x.detach() for x in draw(len(ends), dtype)]
+    _, lse = attend_with_lse(*inputs, ends, Score(DOT, ("load", 0, ("q",), ("k",))), [visible], impl=impl)
+    blind = ~(visible & tree_mask(ends)).any(1)
+    assert 3 <= int(blind.sum()) < len(ends)
+    assert torch.equal(lse == -torch.inf, blind.expand_as(lse))
 
 
 @pytest.mark.parametrize("cap", [False, True], ids=["linear", "softcap"])
