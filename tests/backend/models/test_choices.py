@@ -459,6 +459,32 @@ def test_a_mean_over_no_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.check(LEFT)
 
 
+class Gated(nn.Module):
+    """Keys are seen where a learned gate exceeds a level, by a softmax that takes the mean of a row without any."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__()
+        self.level, self.gate = level, nn.Linear(8, 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        columns = q.shape[2]
+        seen = torch.ones(columns, columns, dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            seen = seen & mask[:, None, None, :].to(torch.bool)
+        seen = seen & (self.gate(k[:, :1]).squeeze(-1).unsqueeze(-2) > self.level)
+        scores = torch.where(seen, q @ k.transpose(-1, -2), torch.finfo(q.dtype).min)
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("level", "ran"), [(-50.0, "packed"), (50.0, "ordinary")])
+def test_learned_gates_of_keys(level: float, ran: str) -> None:
+    """Every key is seen, or none: each shape through one compilation."""
+    pair = Pair(model_of(lambda: Gated(level)), min_sharing=1.0)
+    for rows, length, shared in ((4, 11, 5), (1, 7, 3), (3, 2, 1), (2, 9, 9)):
+        checked = pair.check(shared_batch(rows=rows, length=length, shared=shared, vocab=VOCAB, padding="right"))
+        assert checked.stats["ran"] == ran and checked.stats["fallback"] == (None if ran == "packed" else SIGHT)
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_indexers_under_masks_that_are_added(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager attention, where a query need not choose itself; rows filled up as on a GPU: filler sees no key."""
