@@ -65,20 +65,20 @@ def one_step(model: nn.Module, rows: list[list[int]]) -> dict[str, Any]:
     forest = treefx.Forest.from_sequences(rows, weights=random_weights(rows))
     own = treefx.scale.context_parallel(forest, cost=COST)
     received: list[int] = []
-    send = operator._all_to_all
+    send = operator.all_to_all
 
     def counted(message: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
         received.append(sum(of))
         return send(message, to, of, group)
 
-    setattr(operator, "_all_to_all", counted)
+    setattr(operator, "all_to_all", counted)
     model.zero_grad()
     with treefx.use(own):
         out = model(**own.model_inputs(), use_cache=False)
     forward = len(received)
     loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, own), own)
     loss.backward()
-    setattr(operator, "_all_to_all", send)
+    setattr(operator, "all_to_all", send)
     total = loss.detach().clone()
     dist.all_reduce(total)
     plan = split_tokens(forest, dist.get_world_size(), COST)
@@ -167,12 +167,12 @@ def run(model: nn.Module, own: treefx.Forest) -> None:
 def keeping_gradients(model: nn.Module) -> dict[str, Any]:
     """The plausible wrong version: the gradients of a boundary stay with who attended to it."""
     model.zero_grad()
-    send, is_forward = operator._all_to_all, [True]
+    send, is_forward = operator.all_to_all, [True]
 
     def keep(message: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
         return send(message, to, of, group) if is_forward else message.new_zeros(sum(of), message.shape[1])
 
-    setattr(operator, "_all_to_all", keep)
+    setattr(operator, "all_to_all", keep)
     forest = treefx.Forest.from_sequences(STEPS[0], weights=random_weights(STEPS[0]))
     own = treefx.scale.context_parallel(forest, cost=COST)
     with treefx.use(own):
@@ -180,7 +180,7 @@ def keeping_gradients(model: nn.Module) -> dict[str, Any]:
     loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, own), own)
     is_forward.clear()
     loss.backward()
-    setattr(operator, "_all_to_all", send)
+    setattr(operator, "all_to_all", send)
     total = loss.detach().clone()
     dist.all_reduce(total)
     return {"loss": total, "gradients": gradients(model)}
