@@ -62,6 +62,28 @@ class Cut(nn.Module):
         return loss if more is None else loss + more
 
 
+class Masked(nn.Module):
+    """Layers behind a cut, and a mask [B, 1, T, T] from in front of it: as where rotations ask for a number."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place, self.head = nn.Embedding(61, 16), nn.Embedding(64, 16), nn.Linear(16, 61)
+        self.mixes, self.window = nn.ModuleList(nn.Linear(16, 48) for _ in range(2)), window
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])
+        x = self.embed(ids) + self.place(places)
+        seen = (places <= places[:, None]) & mask.bool()[:, None, None]
+        seen = seen if self.window is None else seen & (places[:, None] - places < self.window)
+        torch._dynamo.graph_break()
+        for mix in self.mixes:
+            q, k, v = mix(x).unflatten(2, (6, 8)).transpose(1, 2).chunk(3, 1)
+            x = x + F.scaled_dot_product_attention(2 * q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+        logits = self.head(x)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
 def step_of(batch: Batch) -> Step:
     mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
     return lambda model: model(batch.input_ids, mask, batch.labels)
@@ -83,6 +105,18 @@ def test_all_graphs_share() -> None:
             assert not stats["warned"] and not stats["expansions"]
             reports = treefx.inspect(pair.compiled).reports
             assert [report.ran for report in reports if report.has_tokens] == ["ordinary", "packed", "packed"]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_mask_from_in_front_of_the_cut(window: int | None) -> None:
+    """Only hidden states say there how many columns there are."""
+    pair = Pair(Masked(window).double())
+    for rows, length, side in ((4, 14, None), (5, 12, "right")):
+        batch = batch_of(side, rows=rows, length=length)
+        with in_case(f"{rows} rows, padded {side}"):
+            stats = pair.check(step_of(batch)).stats
+            assert stats["attention_rewritten"] == stats["attention_layers"] == 2 and not stats["expansions"]
+            assert stats["tokens"] == distinct_tokens(batch)
 
 
 def test_tokens_of_a_call_are_those_of_the_layers() -> None:

@@ -303,3 +303,19 @@ def test_graphs_kept_of_what_a_backward_may_write_to(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(way, "keeping_graphs", lambda compiled: compiled)
     with pytest.raises(RuntimeError, match="donated buffers"):
         kept_graphs("aot_eager", [(1, 2)])
+
+
+def test_numbers_that_a_graph_reads() -> None:
+    """Dynamo may put ``x.item()`` in its graph, with a symbol that no trace of another compiler has."""
+
+    def rotated(x: Tensor, places: Tensor) -> Tensor:
+        table = torch.arange(max(int(places.max().item()) + 1, places.shape[1])).cos()
+        return table[places] * x
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(rotated, backend="treefx", options={"inner": "aot_eager"}, fullgraph=True)
+        for last in (3, 9, 4):
+            given = torch.rand(2, 4, requires_grad=True), torch.tensor([[0, 1, 2, last]])
+            found, expected = compiled(*given), rotated(*given)
+            assert torch.equal(found, expected)
+            assert torch.equal(*(torch.autograd.grad(x.sum(), given[0])[0] for x in (found, expected)))

@@ -123,6 +123,7 @@ class Ordinary:
 
     def _compile(self, args: Sequence[Any], sizes: FreeSizes, numbers: tuple[float, ...]) -> Callable[..., Any]:
         started, gm = time.perf_counter(), self._with_numbers(numbers)
+        _forget_read_numbers(gm)
         # The backward is compiled with the forward: its guards on sizes are known before anything runs.
         eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         with tracing(TracingContext(sizes.mode)), eagerly:
@@ -132,6 +133,13 @@ class Ordinary:
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(gm, fakes, **settings)
         self._records.count_ordinary(time.perf_counter() - started)
         return self._guarded(compiled) if self._inner.name == "eager" else keeping_graphs(compiled)
+
+
+def _forget_read_numbers(gm: fx.GraphModule) -> None:
+    """Remove Dynamo's symbols of numbers that the graph reads (``x.item()``): a trace of its own has new ones."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.meta.pop("unbacked_bindings", None)
 
 
 def _serving(known: Sequence[tuple[FreeSizes, Callable[..., Any]]], free: Sizes) -> Callable[..., Any] | None:
