@@ -64,7 +64,8 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
     readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
     given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
     tables = [(i, x) for i, x in given if x.dim() == 2]
-    widths = {x.shape[1] for _, x in given if x.dim() >= 2}  # behind a cut, hidden states say it
+    of_batch = (x for x, role in zip(args, roles, strict=True) if role in ("input", "variable"))
+    widths = {x.shape[1] for x in of_batch if isinstance(x, Tensor) and x.dim() >= 2}  # behind a cut, hidden states
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
     found = [prove_mask(i, x) for i, x in square]
     bounds = {i: _bounds(x) for i, x in tables if x.dtype is not torch.bool}

@@ -80,6 +80,7 @@ class Masked(nn.Module):
         for mix in self.mixes:
             q, k, v = mix(x).unflatten(2, (6, 8)).transpose(1, 2).chunk(3, 1)
             x = x + F.scaled_dot_product_attention(2 * q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+        torch._dynamo.graph_break()
         logits = self.head(x)[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
