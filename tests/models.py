@@ -71,18 +71,22 @@ WIDER = {r"torch\.float(32)?\b": "torch.float64", r"\.float\(\)": ".double()"}
 
 
 @functools.cache
-def lifted(module_name: str, environment: str = "") -> ModuleType:
+def lifted(module_name: str, environment: str = "", changes: tuple[tuple[str, str], ...] = ()) -> ModuleType:
     """The module again, loaded from a copy of its file in which float32 reads float64.
 
     Args:
         module_name: of transformers.
         environment: a name for the installed version; under each the file is loaded once.
+        changes: patterns, each of which the file must have, and what stands in their place.
     """
     module = sys.modules[module_name]
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     for single, wide in WIDER.items():
         source = re.sub(single, wide, source)
+    for pattern, other in changes:
+        source, count = re.subn(pattern, other, source)
+        assert count, pattern
     # The folders keep their names: transformers derives a model's name from the path of its file.
     path = Path(tempfile.mkdtemp()) / Path(*module_name.split(".")).with_suffix(".py")
     path.parent.mkdir(parents=True)

@@ -26,6 +26,8 @@ _PADDING = 2
 _END = [7, 7, 4, 4, 7, 6, 7]
 """The tree of the rows without padding: 1 2, below it 3 4 and 5, below that 6 and 7."""
 _ROW, _COLUMN = [0, 0, 0, 0, 1, 1, 2], [2, 3, 4, 5, 4, 5, 5]
+_NUMBERED = {(len(_ROWS[0]), len(_ROW)), (len(_ROWS[0]), len(_ROW) + _PADDING)}
+"""Lengths of a vector with an entry per column, on rows and on the packed row."""
 _WEIGHTS = 16
 """Rows of tables that ids and positions of the made-up rows can read."""
 
@@ -246,6 +248,8 @@ def _same(x: Any, y: Any) -> bool:
     """Whether a value of the packed row is that of rows, token by token."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return x is y or bool(x == y)
+    if x.dim() == y.dim() == 1 and (len(x), len(y)) in _NUMBERED:
+        return x.dtype == y.dtype  # as cache_position, which blocks get and do not read (``sizes``)
     if x.dim() >= 2 and x.dim() == y.dim() and x.shape[1] == len(_ROWS[0]) and y.shape[0] == 1:
         padded = y.shape[1] == len(_ROW)
         first = [] if padded else list(range(_PADDING))

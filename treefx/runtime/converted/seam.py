@@ -3,10 +3,12 @@
 The forward of an attention module calls ``ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)`` for a function of query,
 key, value and mask. Each converted module gets a copy of its forward whose code calls ``treefx_get_interface`` instead,
 a method that treefx adds to the class of that object. The method returns the same function; given a tree in place of
-the mask the function computes tree attention, given anything else it is unchanged. No name of the model's file and no
-class of it changes, so other models of the same file are not affected. The tree is passed as the mask, because that
-argument reaches every attention of every model, is saved by checkpoints with the other inputs of a block, and is an
-ordinary input of a compiled one.
+the mask the function computes tree attention, given anything else it is unchanged. Older files, and those that come
+with a checkpoint, write ``ALL_ATTENTION_FUNCTIONS[name]`` and name their eager function: there the copy reads both
+under names of its own, ``treefx_ALL_ATTENTION_FUNCTIONS`` and so on. No name and no class of the model's file changes,
+so other models of the same file are not affected. The tree is passed as the mask, because that argument reaches every
+attention of every model, is saved by checkpoints with the other inputs of a block, and is an ordinary input of a
+compiled one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ UNWRAPPED = "_old_forward"
 """Where accelerate keeps the forward of a module under the one that it puts in its place."""
 
 _NAME = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = "eager_attention_forward"
 _GET, _GET_READING = "get_interface", "treefx_get_interface"
+_OWN = "treefx_{}"
+"""Under this name a copied forward finds what reads trees, in the globals of the model's file."""
 _SCORES = "treefx_scores"
 """Attribute of an attention module: its scores, by the size of the tree."""
 _ORIGINAL = "treefx_original"
@@ -170,7 +175,7 @@ def _globals_of(module: nn.Module) -> dict[str, Any] | None:
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     found: dict[str, Any] = getattr(forward, "__globals__", {})
-    return found if code is not None and _NAME in code.co_names and _GET in code.co_names else None
+    return found if code is not None and _NAME in code.co_names and _NAME in found else None
 
 
 def eager_or_other(module: nn.Module) -> Callable[..., Any]:
@@ -178,7 +183,9 @@ def eager_or_other(module: nn.Module) -> Callable[..., Any]:
     names = _globals_of(module)
     assert names is not None
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", "")
-    found: Callable[..., Any] = names[_NAME].get_interface(chosen, names.get("eager_attention_forward"))
+    functions, eager = names[_NAME], names.get(_EAGER)
+    get = getattr(functions, _GET, functions.get)  # older ones are a dict
+    found: Callable[..., Any] = get(chosen, eager)
     return found
 
 
@@ -192,7 +199,9 @@ def install(module: nn.Module, stated: Stated, size: int) -> None:
     assert names is not None
     functions = names[_NAME]
     if not getattr(functions, "reads_trees", False):  # those of torchtitan do by themselves
-        if not hasattr(type(functions), _GET_READING):
+        if _GET not in inspect.unwrap(type(module).forward).__code__.co_names:
+            _name_own(names)
+        elif not hasattr(type(functions), _GET_READING):
             setattr(type(functions), _GET_READING, _get_interface)
         slot, function = own_forward(module)
         if function is not None:
@@ -200,6 +209,33 @@ def install(module: nn.Module, stated: Stated, size: int) -> None:
     known = module.__dict__.get(_SCORES, {})
     if known.get(size) is not stated:  # compiled blocks are compiled again for another object
         module.__dict__[_SCORES] = {**known, size: stated}
+
+
+class _Functions:
+    """The attention functions of a model's file, each of which reads trees."""
+
+    def __init__(self, functions: Any) -> None:
+        self.functions = functions
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return reads_trees(self.functions[name])
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self.functions.get(name, default)
+        return None if found is None else reads_trees(found)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.functions
+
+
+def _name_own(names: dict[str, Any]) -> None:
+    """Keep what reads trees beside the names of a model's file, which may have got other functions since."""
+    own = names.get(_OWN.format(_NAME))
+    if own is None or own.functions is not names[_NAME]:
+        names[_OWN.format(_NAME)] = _Functions(names[_NAME])
+    eager, own = names.get(_EAGER), names.get(_OWN.format(_EAGER))
+    if eager is not None and (own is None or own.args[0] is not eager):
+        names[_OWN.format(_EAGER)] = reads_trees(eager)
 
 
 def own_forward(module: nn.Module) -> tuple[str, types.FunctionType | None]:
@@ -243,11 +279,14 @@ def _function_of(forward: Any, module: nn.Module) -> types.FunctionType:
 
 @functools.lru_cache(maxsize=64)
 def _reading(function: types.FunctionType) -> types.FunctionType:
-    """Copy a forward with calls of ``treefx_get_interface`` in place of ``get_interface``."""
+    """Copy a forward with calls of ``treefx_get_interface`` in place of ``get_interface``, or with names of its own."""
     code, cells = function.__code__, function.__closure__
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        code = code.replace(co_names=tuple(_GET_READING if name == _GET else name for name in code.co_names))
+        other = {_GET: _GET_READING}
+        if _GET not in code.co_names:
+            other = {name: _OWN.format(name) for name in (_NAME, _EAGER)}
+        code = code.replace(co_names=tuple(other.get(name, name) for name in code.co_names))
     else:  # a decorator: the copy of the wrapped function replaces it in the wrapper's closure
         if not isinstance(inner, types.FunctionType) or not any(_contents(cell) is inner for cell in cells or ()):
             raise UnsupportedError(_WRAPPED.format(function.__qualname__, "decorated function"))
@@ -271,7 +310,7 @@ def _get_interface(functions: Any, name: Any, default: Any) -> Any:
     return reads_trees(functions.get_interface(name, default))
 
 
-def reads_trees(function: Callable[..., Any]) -> Callable[..., Any]:
+def reads_trees(function: Callable[..., Any]) -> functools.partial[Any]:
     """Wrap an attention function to compute tree attention if its mask is a tree."""
     return functools.partial(_attention, function)
 

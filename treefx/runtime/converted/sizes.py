@@ -8,7 +8,8 @@ each token gets the same values. It may not compute with them. Three kinds of op
   ``table[T - 1]``;
 * one that reads, at each token, a constant with an entry per column: ``x + arange(T)``, ``x + rotations.cumsum(1)``.
   The code around the blocks may make such a constant, which ``frame`` tries out; a block may read each entry of it at
-  its own column. Memory with one value at all columns (``zeros(T)``) counts nothing.
+  its own column. Memory with one value at all columns (``zeros(T)``) counts nothing. A vector with an entry per
+  column, such as ``cache_position``, has other entries on the packed row: blocks may get it, and not read it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = ["SIZE", "check_blocks", "computes_with_size", "module_of"]
 aten = torch.ops.aten
 SIZE = "{} computes with a size of the batch, which is another one on the packed row"
 _COUNTS = "{} in {} counts columns inside of a block"
+_NUMBERS = "{} in {} reads a vector with an entry per column, and the packed row has other columns"
 _CHOOSES = "{} in {} chooses among the columns of a row, and the packed row has others"
 _ALONG = "{} in {} mixes the columns of a row inside of a block"
 
@@ -117,6 +119,9 @@ class _Search:
                 raise UnsupportedError(SIZE.format(f"{node.target} in {module_of(node)}"))
             if fact_of(node).kind is Kind.PREFIX and fact_of(node).law == ALONG_ROWS:
                 raise UnsupportedError(_ALONG.format(node.target, module_of(node)))
+            for operand in node.all_input_nodes:
+                if self._numbers_columns(operand):
+                    raise UnsupportedError(_NUMBERS.format(node.target, module_of(node)))
         if fact_of(node).kind is not Kind.PACKED or node.target in _OF_SLOTS:
             return
         for operand in node.all_input_nodes:
@@ -177,6 +182,12 @@ class _Search:
                 return item
             waiting += counting
         return None
+
+    def _numbers_columns(self, node: fx.Node) -> bool:
+        """Return whether a value from outside of the blocks is a vector with an entry per column."""
+        value = node.meta.get("val")
+        is_vector = isinstance(value, Tensor) and value.dim() == 1
+        return is_vector and self._counts(node) and not self._inside(node) and not self._is_everywhere(node)
 
     def _counts(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
