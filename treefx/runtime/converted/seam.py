@@ -5,7 +5,7 @@ key, value and mask. Each converted module gets a copy of its forward whose code
 a method that treefx adds to the class of that object. The method returns the same function; given a tree in place of
 the mask the function computes tree attention, given anything else it is unchanged. Older files, and those that come
 with a checkpoint, write ``ALL_ATTENTION_FUNCTIONS[name]`` and name their eager function: there the copy reads both
-under names of its own, ``treefx_ALL_ATTENTION_FUNCTIONS`` and so on. No name and no class of the model's file changes,
+under separate names, ``treefx_ALL_ATTENTION_FUNCTIONS`` and so on. No name and no class of the model's file changes,
 so other models of the same file are not affected. The tree is passed as the mask, because that argument reaches every
 attention of every model, is saved by checkpoints with the other inputs of a block, and is an ordinary input of a
 compiled one.
@@ -229,7 +229,7 @@ class _Functions:
 
 
 def _name_own(names: dict[str, Any]) -> None:
-    """Keep what reads trees beside the names of a model's file, which may have got other functions since."""
+    """Add what reads trees to the names of a model's file, which may have got other functions since."""
     own = names.get(_OWN.format(_NAME))
     if own is None or own.functions is not names[_NAME]:
         names[_OWN.format(_NAME)] = _Functions(names[_NAME])
@@ -279,7 +279,7 @@ def _function_of(forward: Any, module: nn.Module) -> types.FunctionType:
 
 @functools.lru_cache(maxsize=64)
 def _reading(function: types.FunctionType) -> types.FunctionType:
-    """Copy a forward with calls of ``treefx_get_interface`` in place of ``get_interface``, or with names of its own."""
+    """Copy a forward with calls of ``treefx_get_interface`` in place of ``get_interface``, or with separate names."""
     code, cells = function.__code__, function.__closure__
     inner = getattr(function, "__wrapped__", None)
     if inner is None:

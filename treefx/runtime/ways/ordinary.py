@@ -136,7 +136,7 @@ class Ordinary:
 
 
 def _forget_read_numbers(gm: fx.GraphModule) -> None:
-    """Remove Dynamo's symbols of numbers that the graph reads (``x.item()``): a trace of its own has new ones."""
+    """Remove Dynamo's symbols of numbers that the graph reads (``x.item()``): a separate trace has new ones."""
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             node.meta.pop("unbacked_bindings", None)
