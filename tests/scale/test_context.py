@@ -40,7 +40,7 @@ def tiny(spelling: str, layers: int = 2, before: Callable[[], nn.Module] = nn.Id
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, list[list[list[int]]]]] = {
     "plain": (Small, "eager", STEPS),
-    "checkpointing": (partial(Small, layers=2, checkpointing=True), "aot_eager", STEPS),
+    "checkpointing": (partial(Small, layers=2, checkpointing=True), "aot_eager", STEPS[::3]),
     "windows, soft cap": (partial(tiny, "sliding_softcap"), "eager", STEPS[::3]),
     "sinks": (partial(tiny, "sink_behind", layers=1), "eager", STEPS[::3]),
     "convolutions": (partial(tiny, "sdpa_is_causal", layers=1, before=CausalConvolution), "eager", STEPS[::3]),

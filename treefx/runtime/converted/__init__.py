@@ -9,6 +9,6 @@ In: a model of transformers. Out: the same model; hooks at the module that takes
 
 Order of imports, each only of what stands before an arrow::
 
-    seam, branches, sizes, packed_rows, sequence_parallel, readers, kept_values -> skeleton, own_function, variants,
-    written, row_laws, paths -> attentions, frame, row_views -> planner -> hooks -> convert
+    seam, branches, sizes, packed_rows, sequence_parallel, readers, kept_values -> positions, skeleton, own_function,
+    variants, written, row_laws, paths -> attentions, frame, row_views -> planner -> hooks -> convert
 """

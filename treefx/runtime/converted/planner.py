@@ -29,9 +29,10 @@ from treefx.runtime.analyses import Analyses
 from treefx.runtime.call_plan import Batch, CallPlan, Policy, Unshared, plan_call
 from treefx.runtime.converted.attentions import Attentions
 from treefx.runtime.converted.branches import Branches
-from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame, kinds_of_layers
+from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame, kinds_of_layers, run_around
 from treefx.runtime.converted.kept_values import Kept, kept_values, name_of, outputs_of
 from treefx.runtime.converted.paths import count_leaves, find_mixers
+from treefx.runtime.converted.positions import Tables, find_tables
 from treefx.runtime.converted.readers import find_hook
 from treefx.runtime.converted.seam import attention_modules, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
@@ -84,6 +85,10 @@ class _Planned(Exception):
         self.found = found
 
 
+class _KeptError(UnsupportedError):
+    """A module keeps what it makes of sizes or tokens."""
+
+
 class Planner:
     """Plans the calls of one module.
 
@@ -102,6 +107,8 @@ class Planner:
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
         self._variants = Variants()
+        self._tables: Tables | None = None
+        """Modules that are traced as lookups; None before a trace has failed."""
 
     def plan(self, given: Mapping[str, Any]) -> Plan | Reason:
         """A plan for a call with these arguments, or why it runs on rows.
@@ -149,18 +156,35 @@ class Planner:
 
     def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | Reason:
         self._mask = on_cpu.get("attention_mask")
+        tables = self._tables or Tables()
         try:
-            self._compiled(**on_cpu)  # with gradients on or off as they are, which the code of a model may ask for
+            with tables.traced():
+                self._compiled(**on_cpu)  # with gradients on or off as they are, which the code of a model may ask for
         except _Planned as planned:
-            return replace(planned.found, kind=kind) if isinstance(planned.found, Plan) else planned.found
+            found = planned.found
+            return replace(found, kind=kind, kept=found.kept | tables.kept) if isinstance(found, Plan) else found
         except FailOnRecompileLimitHit:
             return Reason(Cause.MANY_SHAPES, "more than torch._dynamo.config.recompile_limit kinds of calls")
+        except _KeptError:
+            if self._tables is None and self._find_tables(on_cpu):
+                return self._traced(kind, on_cpu)
+            raise
         except TorchDynamoException as error:
+            if self._tables is None and self._find_tables(on_cpu):
+                return self._traced(kind, on_cpu)
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             reason = f"its rows cannot be traced as one graph: {line}"
             self.refuse(kind, reason)
             raise UnsupportedError(reason) from error
         raise AssertionError("a skeleton has run")
+
+    def _find_tables(self, given: Mapping[str, Any]) -> bool:
+        """Return whether modules that no trace goes through can be traced as lookups."""
+        with lasting():
+            copied = self._copy.eval()
+            self._tables = find_tables(copied, self._blocks, lambda: run_around(copied, self._blocks, given))
+            self._refresh()
+        return bool(self._tables)
 
     def refuse(self, kind: tuple[str, ...], reason: str) -> None:
         """Run calls of a kind on rows until a setting of the model changes."""
@@ -198,6 +222,7 @@ class Planner:
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
             self._known, self.kinds_of_masks, self._refused, self._cached = modules, {}, {}, {}
+            self._tables = None
         self._buffers.refresh()
         return modules
 
@@ -316,8 +341,8 @@ class _Graph:
         self._analyses = Analyses(gm, roles, build_passes(config.compiler), config, self._records)
         self._attentions, self._variants = Attentions(attention), variants
         self._branches = Branches(gm, roles)
-        self._proofs: weakref.WeakKeyDictionary[Shape, str] = weakref.WeakKeyDictionary()
-        """Obstacles of shapes, which graphs of other models may share; "" where a shape is proved."""
+        self._proofs: weakref.WeakKeyDictionary[Shape, UnsupportedError | None] = weakref.WeakKeyDictionary()
+        """Obstacles of shapes, which graphs of other models may share; None where a shape is proved."""
         self._mixers: weakref.WeakKeyDictionary[Shape, frozenset[str]] = weakref.WeakKeyDictionary()
         """Of proved shapes, the names of the modules with recurrences or convolutions along tokens."""
 
@@ -393,11 +418,12 @@ class _Graph:
         if shape not in self._proofs:
             try:
                 self._check_model(shape, args)
-                self._proofs[shape] = ""
+                self._proofs[shape] = None
             except UnsupportedError as error:
-                self._proofs[shape] = error.text
-        if self._proofs[shape]:
-            raise UnsupportedError(self._proofs[shape])
+                self._proofs[shape] = error
+        known = self._proofs[shape]
+        if known is not None:
+            raise type(known)(known.text)
 
     def _check_model(self, shape: Shape, args: Sequence[Any]) -> None:
         analysis = shape.analysis
@@ -434,10 +460,10 @@ class _Graph:
         for item in self._kept:
             if item.is_input or item.node is None:
                 what = "an input of the call" if item.is_input else "a size of the batch"
-                raise UnsupportedError(_KEPT.format(item.where, f"{what} is kept in it"))
+                raise _KeptError(_KEPT.format(item.where, f"{what} is kept in it"))
             position = next((i for i, x in enumerate(outputs) if getattr(x, "name", None) == item.node.name), None)
             value = None if position is None else outputs_of(analysis.gm)[position]
             if position is None or isinstance(value, fx.Node) and not _is_of_weights(value):
-                raise UnsupportedError(_KEPT.format(item.where, "a tensor that depends on tokens is kept in it"))
+                raise _KeptError(_KEPT.format(item.where, "a tensor that depends on tokens is kept in it"))
             found.add(position)
         return found

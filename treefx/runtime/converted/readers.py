@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Attributes", "find_hook"]
+__all__ = ["Attributes", "changed_names", "find_hook"]
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -118,6 +118,12 @@ class Attributes:
                 if type(value) in _CONTAINERS and _identity(value) != _identity(copied):
                     value.clear()
                     (value.extend if isinstance(value, list | deque) else value.update)(copied)
+
+
+def changed_names(module: nn.Module) -> Callable[[], Iterator[str]]:
+    """Return what yields the names of attributes and buffers that were changed since, with tensors or without."""
+    before = dict(_attributes(module))
+    return lambda: (name for name, value in _attributes(module) if before.get(name) is not value)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

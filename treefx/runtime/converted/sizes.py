@@ -68,6 +68,7 @@ def check_blocks(analysis: Analysis, blocks: set[str], on_rows: Collection[str] 
     """
     search = _Search(analysis, blocks)
     for node in live_nodes(analysis.gm):
+        search.check_vectors(node)
         name = module_of(node)
         if not any(name == module or name.startswith(f"{module}.") for module in on_rows):
             search.check(node)
@@ -108,6 +109,11 @@ class _Search:
         self._column = _symbols(analysis.tokens.columns)
         self._sizes = self._column | _symbols(analysis.tokens.rows)
 
+    def check_vectors(self, node: fx.Node) -> None:
+        """Raise if an operator of a block reads a vector from outside with an entry per column."""
+        if node.op == "call_function" and self._inside(node) and any(map(self._numbers_columns, node.all_input_nodes)):
+            raise UnsupportedError(_NUMBERS.format(node.target, module_of(node)))
+
     def check(self, node: fx.Node) -> None:
         """Raise if an operator computes with a size."""
         if node.op != "call_function" or isinstance(fact_of(node).law, Attention):
@@ -119,9 +125,6 @@ class _Search:
                 raise UnsupportedError(SIZE.format(f"{node.target} in {module_of(node)}"))
             if fact_of(node).kind is Kind.PREFIX and fact_of(node).law == ALONG_ROWS:
                 raise UnsupportedError(_ALONG.format(node.target, module_of(node)))
-            for operand in node.all_input_nodes:
-                if self._numbers_columns(operand):
-                    raise UnsupportedError(_NUMBERS.format(node.target, module_of(node)))
         if fact_of(node).kind is not Kind.PACKED or node.target in _OF_SLOTS:
             return
         for operand in node.all_input_nodes:
