@@ -122,21 +122,29 @@ def find_tables(owner: nn.Module, blocks: Collection[str], run: Callable[[], Any
         blocks: Names of its blocks.
         run: Calls it on made-up rows, without its blocks.
     """
-    found, calls = Tables(), dict[str, _Call]()
+    found, calls = Tables(), dict[str, list[_Call]]()
     with ExitStack() as stack:
         for name, module in owner.named_modules():
             if _may_read_positions(name, module, blocks):
-                stack.enter_context(_replaced(module, _noting(name, module, calls)))
+                stack.enter_context(_replaced(module, _noting(module, calls.setdefault(name, []))))
         run()
-    context = min(getattr(getattr(owner, "config", None), "max_position_embeddings", _CONTEXT) + 8, _LONGEST + 1)
-    for name, call in calls.items():
+    context = (getattr(getattr(owner, "config", None), "max_position_embeddings", None) or _CONTEXT) + 8
+    for name, made in calls.items():
         module = owner.get_submodule(name)
-        if call.is_of_positions and context <= _LONGEST:
-            proved = _prove(module, call, context)
-            if proved is not None:
-                results, shape, changed = proved
-                found.add(module, results, shape, [f"{name}.{key}" for key in changed])
+        if not made or context > _LONGEST or not all(call.is_of_positions for call in made):
+            continue
+        proofs = [_prove(module, call, context) for call in made]
+        if all(proof is not None and _alike(proof, proofs[0]) for proof in proofs):
+            results, shape, _ = proofs[0]  # type: ignore[misc]
+            kept = {f"{name}.{key}" for proof in proofs if proof is not None for key in proof[2]}
+            found.add(module, results, shape, kept)
     return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two calls have results of the same form, for which one lookup can stand."""
+    forms = ([(x.shape, x.dtype) for x in results] for results, *_ in (one, other))
+    return one[1] == other[1] and next(forms) == next(forms)
 
 
 def _may_read_positions(name: str, module: nn.Module, blocks: Collection[str]) -> bool:
@@ -148,11 +156,11 @@ def _is_container(module: nn.Module) -> bool:
     return inspect.getattr_static(type(module), "forward", None) is nn.Module.forward
 
 
-def _noting(name: str, module: nn.Module, calls: dict[str, _Call]) -> Callable[..., Any]:
+def _noting(module: nn.Module, calls: list[_Call]) -> Callable[..., Any]:
     forward = module.forward
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        calls[name] = _Call(args, kwargs)
+        calls.append(_Call(args, kwargs))
         return forward(*args, **kwargs)
 
     return note
@@ -160,8 +168,8 @@ def _noting(name: str, module: nn.Module, calls: dict[str, _Call]) -> Callable[.
 
 def _prove(module: nn.Module, call: _Call, context: int) -> tuple[list[Tensor], Any, list[str]] | None:
     """Return results on six positions, their structure, and what calls change; None if the law does not hold."""
-    tried = copy.deepcopy(module)
     try:
+        tried = copy.deepcopy(module)
         first, shape = _results(tried, call, torch.tensor(_SMALL))
         for later in (tried, copy.deepcopy(module)):  # one with a short table, one with none
             for positions in _positions(context):

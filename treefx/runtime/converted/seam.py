@@ -184,7 +184,7 @@ def eager_or_other(module: nn.Module) -> Callable[..., Any]:
     assert names is not None
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", "")
     functions, eager = names[_NAME], names.get(_EAGER)
-    get = getattr(functions, _GET, functions.get)  # older ones are a dict
+    get = getattr(functions, _GET, None) or functions.get  # older ones are a dict
     found: Callable[..., Any] = get(chosen, eager)
     return found
 
@@ -285,7 +285,7 @@ def _reading(function: types.FunctionType) -> types.FunctionType:
     if inner is None:
         other = {_GET: _GET_READING}
         if _GET not in code.co_names:
-            other = {name: _OWN.format(name) for name in (_NAME, _EAGER)}
+            other = {name: _OWN.format(name) for name in (_NAME, _EAGER) if name in function.__globals__}
         code = code.replace(co_names=tuple(other.get(name, name) for name in code.co_names))
     else:  # a decorator: the copy of the wrapped function replaces it in the wrapper's closure
         if not isinstance(inner, types.FunctionType) or not any(_contents(cell) is inner for cell in cells or ()):
