@@ -64,15 +64,17 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
     readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
     given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
     tables = [(i, x) for i, x in given if x.dim() == 2]
-    of_batch = (x for x, role in zip(args, roles, strict=True) if role in ("input", "variable"))
-    widths = {x.shape[1] for x in of_batch if isinstance(x, Tensor) and x.dim() >= 2}  # behind a cut, hidden states
+    widths = set()
+    for x, role in zip(args, roles, strict=True):  # no call more in a steady step
+        if role in ("input", "variable") and isinstance(x, Tensor) and x.dim() >= 2:
+            widths.add(x.shape[1])  # behind a cut, of hidden states alone
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
     found = [prove_mask(i, x) for i, x in square]
     bounds = {i: _bounds(x) for i, x in tables if x.dtype is not torch.bool}
     binary = frozenset([i for i, found in bounds.items() if found is not None])
     asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
     repeated = []
-    for i, x in given:  # no call more in a steady step
+    for i, x in given:
         if x.dtype is torch.bool and x.dim() == 3 and x.shape[2] > 1 and x.stride(2) == 0:
             repeated.append(i)  # noqa: PERF401
     return InputValues(

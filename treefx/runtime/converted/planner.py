@@ -156,13 +156,18 @@ class Planner:
 
     def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | Reason:
         self._mask = on_cpu.get("attention_mask")
-        tables = self._tables or Tables()
-        try:
-            with tables.traced():
-                self._compiled(**on_cpu)  # with gradients on or off as they are, which the code of a model may ask for
+        try:  # with gradients on or off as they are, which the code of a model may ask for
+            if self._tables is None:
+                self._compiled(**on_cpu)
+            else:
+                with self._tables.traced():
+                    self._compiled(**on_cpu)
         except _Planned as planned:
             found = planned.found
-            return replace(found, kind=kind, kept=found.kept | tables.kept) if isinstance(found, Plan) else found
+            if not isinstance(found, Plan):
+                return found
+            kept = found.kept if self._tables is None else found.kept | self._tables.kept
+            return replace(found, kind=kind, kept=kept)
         except FailOnRecompileLimitHit:
             return Reason(Cause.MANY_SHAPES, "more than torch._dynamo.config.recompile_limit kinds of calls")
         except _KeptError:
