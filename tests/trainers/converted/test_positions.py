@@ -1,4 +1,4 @@
-"""``treefx.convert`` of models whose rotary embedding asks on the host how long its table must be."""
+"""``treefx.convert`` of models whose rotary embedding reads on the host how long its table must be."""
 
 import copy
 import functools
@@ -53,7 +53,7 @@ class Counted(Cached):
 
 
 class Remembering(Cached):
-    """Keeps the cosines of the last call, which somebody may read."""
+    """Keeps the cosines of the last call, which a caller may read."""
 
     def forward(self, x: Tensor, position_ids: Tensor, kind: str = "rows") -> tuple[Tensor, Tensor]:
         found = super().forward(x, position_ids, kind)

@@ -1,6 +1,6 @@
 """Trace lookups in place of modules that make values of positions and ask for numbers on the host.
 
-A rotary embedding that keeps a table asks how long the table must be (``positions.max().item()``), and no trace goes
+A rotary embedding that keeps a table reads how long the table must be (``positions.max().item()``), and no trace goes
 on behind that. ``find_tables`` runs such modules of the copy on made-up positions: where every result is that of the
 token's own position, whatever stands next to it and whatever was asked before, the copy is traced with a lookup in a
 table for each result. Of the trace only counts what depends on which token; in every call the module itself runs, and
