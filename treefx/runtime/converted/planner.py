@@ -86,7 +86,11 @@ class _Planned(Exception):
 
 
 class _KeptError(UnsupportedError):
-    """A module keeps what it makes of sizes or tokens."""
+    """Something keeps a value made of sizes or tokens; ``where`` is its attribute."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(_KEPT.format(where, what))
+        self.where, self.what = where, what
 
 
 class Planner:
@@ -109,6 +113,7 @@ class Planner:
         self._variants = Variants()
         self._tables: Tables | None = None
         """Modules that are traced as lookups; None before a trace has failed."""
+        self._found_tables: Tables | None = None
 
     def plan(self, given: Mapping[str, Any]) -> Plan | Reason:
         """A plan for a call with these arguments, or why it runs on rows.
@@ -170,12 +175,14 @@ class Planner:
             return replace(found, kind=kind, kept=kept)
         except FailOnRecompileLimitHit:
             return Reason(Cause.MANY_SHAPES, "more than torch._dynamo.config.recompile_limit kinds of calls")
-        except _KeptError:
-            if self._tables is None and self._find_tables(on_cpu):
+        except _KeptError as error:
+            if self._tables is None and error.where in self._find_tables(on_cpu).kept:
+                self._tables = self._found_tables
                 return self._traced(kind, on_cpu)
             raise
         except TorchDynamoException as error:
             if self._tables is None and self._find_tables(on_cpu):
+                self._tables = self._found_tables
                 return self._traced(kind, on_cpu)
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             reason = f"its rows cannot be traced as one graph: {line}"
@@ -183,13 +190,14 @@ class Planner:
             raise UnsupportedError(reason) from error
         raise AssertionError("a skeleton has run")
 
-    def _find_tables(self, given: Mapping[str, Any]) -> bool:
-        """Return whether modules that no trace goes through can be traced as lookups."""
-        with lasting():
-            copied = self._copy.eval()
-            self._tables = find_tables(copied, self._blocks, lambda: run_around(copied, self._blocks, given))
-            self._refresh()
-        return bool(self._tables)
+    def _find_tables(self, given: Mapping[str, Any]) -> Tables:
+        """Return the modules that can be traced as lookups, where no trace goes through them."""
+        if self._found_tables is None:
+            with lasting():
+                copied = self._copy.eval()
+                self._found_tables = find_tables(copied, self._blocks, lambda: run_around(copied, self._blocks, given))
+                self._refresh()
+        return self._found_tables
 
     def refuse(self, kind: tuple[str, ...], reason: str) -> None:
         """Run calls of a kind on rows until a setting of the model changes."""
@@ -227,7 +235,7 @@ class Planner:
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
             self._known, self.kinds_of_masks, self._refused, self._cached = modules, {}, {}, {}
-            self._tables = None
+            self._tables = self._found_tables = None
         self._buffers.refresh()
         return modules
 
@@ -427,8 +435,10 @@ class _Graph:
             except UnsupportedError as error:
                 self._proofs[shape] = error
         known = self._proofs[shape]
+        if isinstance(known, _KeptError):
+            raise _KeptError(known.where, known.what)
         if known is not None:
-            raise type(known)(known.text)
+            raise UnsupportedError(known.text)
 
     def _check_model(self, shape: Shape, args: Sequence[Any]) -> None:
         analysis = shape.analysis
@@ -465,10 +475,10 @@ class _Graph:
         for item in self._kept:
             if item.is_input or item.node is None:
                 what = "an input of the call" if item.is_input else "a size of the batch"
-                raise _KeptError(_KEPT.format(item.where, f"{what} is kept in it"))
+                raise _KeptError(item.where, f"{what} is kept in it")
             position = next((i for i, x in enumerate(outputs) if getattr(x, "name", None) == item.node.name), None)
             value = None if position is None else outputs_of(analysis.gm)[position]
             if position is None or isinstance(value, fx.Node) and not _is_of_weights(value):
-                raise _KeptError(_KEPT.format(item.where, "a tensor that depends on tokens is kept in it"))
+                raise _KeptError(item.where, "a tensor that depends on tokens is kept in it")
             found.add(position)
         return found
