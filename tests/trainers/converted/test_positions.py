@@ -82,6 +82,9 @@ def test_a_table_that_grows() -> None:
     model = model_with(Cached)
     twin = copy.deepcopy(model)
     treefx.convert(model, on_unsupported="error")
+    state = torch.get_rng_state()
+    step(model, shared_batch(rows=4, length=9, shared=6))
+    assert torch.equal(state, torch.get_rng_state()), "the proof draws random numbers elsewhere"
     for length, side in ((9, "right"), (30, "left"), (12, None)):
         batch = shared_batch(rows=4, length=length, shared=6, padding=side, seed=length)  # type: ignore[arg-type]
         stats = compared(model, twin, batch)

@@ -133,7 +133,8 @@ def find_tables(owner: nn.Module, blocks: Collection[str], run: Callable[[], Any
         module = owner.get_submodule(name)
         if not made or context > _LONGEST or not all(call.is_of_positions for call in made):
             continue
-        proofs = [_prove(module, call, context) for call in made]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            proofs = [_prove(module, call, context) for call in made]
         if all(proof is not None and _alike(proof, proofs[0]) for proof in proofs):
             results, shape, _ = proofs[0]  # type: ignore[misc]
             kept = {f"{name}.{key}" for proof in proofs if proof is not None for key in proof[2]}
