@@ -172,7 +172,7 @@ BEHIND: dict[str, Callable[[Tensor], Tensor | None]] = {
 def test_padding_that_is_read(behind: str) -> None:
     """Code between the layers and the head gets every position, and from the second call on within the call."""
     pair = Pair(Cut(behind=torch._dynamo.disable(BEHIND[behind])).double())
-    for rows in (4, 4, 5):
+    for rows in (4, 5):
         batch = batch_of("right", rows=rows)
         with in_case(rows):
             stats = pair.check(step_of(batch)).stats
