@@ -85,7 +85,8 @@ def test_a_table_that_grows() -> None:
     state = torch.get_rng_state()
     step(model, shared_batch(rows=4, length=9, shared=6))
     assert torch.equal(state, torch.get_rng_state()), "the proof draws random numbers elsewhere"
-    for length, side in ((9, "right"), (30, "left"), (12, None)):
+    around = [(length, "right") for length in (15, 16, 17)]  # of the tables that stand in the trace
+    for length, side in ((9, "right"), (22, "left"), (12, None), *around):
         batch = shared_batch(rows=4, length=length, shared=6, padding=side, seed=length)  # type: ignore[arg-type]
         stats = compared(model, twin, batch)
         assert stats["ran"] == "packed" and stats["tokens"] == distinct_tokens(batch)
@@ -95,6 +96,16 @@ def test_a_table_that_grows() -> None:
     packed["labels"] = packed["input_ids"]
     assert_close(*(outcome(x, lambda x=x: x(**packed).loss) for x in (model, twin)), FLOAT64)  # type: ignore[misc]
     assert treefx.inspect(model).stats["ran"] == "packed"
+
+
+def test_positions_beyond_those_tried_run_on_rows() -> None:
+    """There, a module might compute something else."""
+    model = model_with(Cached)
+    twin = copy.deepcopy(model)
+    treefx.convert(model)
+    for length, ran in ((12, "packed"), (25, "packed"), (26, "ordinary"), (12, "packed")):
+        stats = compared(model, twin, shared_batch(rows=4, length=length, shared=6, padding=None))
+        assert stats["ran"] == ran and (ran == "packed" or "positions beyond 24" in stats["fallback"])
 
 
 @pytest.mark.parametrize(

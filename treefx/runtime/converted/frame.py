@@ -9,6 +9,7 @@ every block.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from treefx.errors import UnsupportedError
-from treefx.runtime.converted.readers import Attributes
+from treefx.runtime.converted.readers import Attributes, replaced
 from treefx.runtime.converted.seam import tree_of
 
 __all__ = ["blocks_of", "cache_matters", "check_frame", "kinds_of_layers", "packed_inputs", "run_around"]
@@ -187,17 +188,13 @@ def _noted(
 
         return forward
 
-    modules, attributes = {name: owner.get_submodule(name) for name in blocks}, Attributes(owner)
-    before = {name: module.__dict__.get("forward") for name, module in modules.items()}
+    attributes = Attributes(owner)
     try:
-        for name, module in modules.items():
-            module.__dict__["forward"] = noting(name)
-        notes.append(("output", (), dict(owner(**inputs))))
+        with ExitStack() as stack:
+            for name in blocks:
+                stack.enter_context(replaced(owner.get_submodule(name), noting(name)))
+            notes.append(("output", (), dict(owner(**inputs))))
     finally:
-        for name, module in modules.items():
-            del module.__dict__["forward"]
-            if before[name] is not None:
-                module.__dict__["forward"] = before[name]
         attributes.restore()  # the copy has lists and dictionaries in common with its original
     return notes
 

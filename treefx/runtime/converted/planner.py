@@ -161,6 +161,8 @@ class Planner:
 
     def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | Reason:
         self._mask = on_cpu.get("attention_mask")
+        if self._tables is not None and _largest_position(on_cpu) > self._tables.longest:
+            return Reason(Cause.SIZES, _BEYOND.format(self._tables.longest))
         try:  # with gradients on or off as they are, which the code of a model may ask for
             if self._tables is None:
                 self._compiled(**on_cpu)
@@ -321,6 +323,12 @@ def _serves(shape: Shape, plan: CallPlan) -> bool:
     return batch.holds_for(batch.values(plan.tensors), sizes)
 
 
+def _largest_position(given: Mapping[str, Any]) -> int:
+    positions = given.get("position_ids")
+    return int(given["input_ids"].shape[1] - 1 if positions is None else positions.max())
+
+
+_BEYOND = "positions beyond {}, up to which a module that makes values of positions was tried"
 _KEPT = "{}: {}. Return the value from the model, or compute it from what the model returns"
 _WIDE = Reason(Cause.VALUES, "a number that an attention reads of a token does not fit into 32 bits")
 _ONE_ROW = Reason(Cause.VALUES, "a single row, of which a recurrence hides no padding; with more rows it does")

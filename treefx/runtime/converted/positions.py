@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from treefx.runtime.converted.readers import changed_names
+from treefx.runtime.converted.readers import changed_names, replaced
 
 __all__ = ["Tables", "find_tables"]
 
 _ENTRIES = 16
 """Rows of the tables, which nothing reads."""
+_TABLE = "treefx_table_{}"
+"""Names of the buffers of a copy that hold them."""
 _LONGEST = 2**18
 """Positions up to which a module is tried; longer contexts take too much memory."""
 _CONTEXT = 8192
@@ -73,10 +76,12 @@ class Tables:
 
     Attributes:
         kept: Names of attributes and buffers that their calls change.
+        longest: The largest position that was tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int) -> None:
         self.kept: frozenset[str] = frozenset()
+        self.longest = longest
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
 
     def __bool__(self) -> bool:
@@ -84,13 +89,15 @@ class Tables:
 
     def add(self, module: nn.Module, results: Sequence[Tensor], shape: Any, kept: Collection[str]) -> None:
         """Trace a module as lookups that return results in their shape."""
-        tables = [torch.zeros(_ENTRIES, *x.shape[2:], dtype=x.dtype) for x in results]
+        names = [_TABLE.format(i) for i in range(len(results))]
+        for name, x in zip(names, results, strict=True):  # an input of the graph would be taken for one of the batch
+            module.register_buffer(name, torch.zeros(_ENTRIES, *x.shape[2:], dtype=x.dtype), persistent=False)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             (positions,) = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == 2]
-            return tree_unflatten([table[positions] for table in tables], shape)
+            return tree_unflatten([getattr(self, name)[positions] for name in names], shape)
 
-        self._forwards[module] = forward
+        self._forwards[module] = types.MethodType(forward, module)
         self.kept |= frozenset(kept)
 
     @contextmanager
@@ -98,20 +105,8 @@ class Tables:
         """Within, the modules are lookups."""
         with ExitStack() as stack:
             for module, forward in self._forwards.items():
-                stack.enter_context(_replaced(module, forward))
+                stack.enter_context(replaced(module, forward))
             yield
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
 
 
 def find_tables(owner: nn.Module, blocks: Collection[str], run: Callable[[], Any]) -> Tables:
@@ -122,13 +117,13 @@ def find_tables(owner: nn.Module, blocks: Collection[str], run: Callable[[], Any
         blocks: Names of its blocks.
         run: Calls it on made-up rows, without its blocks.
     """
-    found, calls = Tables(), dict[str, list[_Call]]()
+    context = (getattr(getattr(owner, "config", None), "max_position_embeddings", None) or _CONTEXT) + 8
+    found, calls = Tables(context), dict[str, list[_Call]]()
     with ExitStack() as stack:
         for name, module in owner.named_modules():
             if _may_read_positions(name, module, blocks):
-                stack.enter_context(_replaced(module, _noting(module, calls.setdefault(name, []))))
+                stack.enter_context(replaced(module, _noting(module, calls.setdefault(name, []))))
         run()
-    context = (getattr(getattr(owner, "config", None), "max_position_embeddings", None) or _CONTEXT) + 8
     for name, made in calls.items():
         module = owner.get_submodule(name)
         if not made or context > _LONGEST or not all(call.is_of_positions for call in made):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Attributes", "changed_names", "find_hook"]
+__all__ = ["Attributes", "changed_names", "find_hook", "replaced"]
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -118,6 +119,19 @@ class Attributes:
                 if type(value) in _CONTAINERS and _identity(value) != _identity(copied):
                     value.clear()
                     (value.extend if isinstance(value, list | deque) else value.update)(copied)
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within, the module has another forward."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
 
 
 def changed_names(module: nn.Module) -> Callable[[], Iterator[str]]:

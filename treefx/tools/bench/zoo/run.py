@@ -340,7 +340,14 @@ def _result(
         stats["compiles"],
         *_root(stats),
     )
-    return replace(result, verdict=_verdict(result))
+    verdict = _verdict(result)
+    if verdict == "wrong" and float64_errors is not None:
+        ours, eager = float64_errors
+        result = replace(result, note=_FAR.format(ours, eager, ours / eager if eager else float("inf"), _ROUNDING))
+    return replace(result, verdict=verdict)
+
+
+_FAR = "its largest error against float64 is {:.2e}, eager's is {:.2e}: {:.2f} times, and {} are allowed"
 
 
 def _root(stats: Mapping[str, Any]) -> tuple[str, str]:
