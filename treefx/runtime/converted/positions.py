@@ -1,10 +1,10 @@
-"""Trace lookups in place of modules that make values of positions and ask for numbers on the host.
+"""Trace lookups in place of modules that make values of positions and read numbers on the host.
 
 A rotary embedding that keeps a table reads how long the table must be (``positions.max().item()``), and no trace goes
-on behind that. ``find_tables`` runs such modules of the copy on made-up positions: where every result is that of the
-token's own position, whatever stands next to it and whatever was asked before, the copy is traced with a lookup in a
-table for each result. Of the trace only counts what depends on which token; in every call the module itself runs, and
-``frame`` compares what the blocks get of it.
+on behind that. ``find_tables`` runs such modules of the copy on made-up positions. A module whose every result follows
+from the token's own position, whatever stands next to it and whatever calls came before, is traced as one lookup per
+result. The trace only shows which results depend on which tokens: every call runs the module itself, and ``frame``
+compares the values that the blocks get from it.
 """
 
 from __future__ import annotations
