@@ -1,16 +1,19 @@
 """A tiny language model learns to use tools: a warm start on demonstrations, then GRPO on rows or PORTool on trees.
 
-    python examples/portool.py             # three seeds; --quick for a first look
+    python examples/portool.py             # three seeds; --quick for a first look, --seeds 10 for intervals
 
-The world is scripted (`portool_world.py`): seven tools, a search that fails at times, prices and temperatures that
-change with the hour, tasks of four to seven steps. A model with random weights imitates careless demonstrations, and
-then learns from rewards alone which of their habits pay. Two ways from the same start, with the same budget of
-generated tokens:
+The world is scripted (`portool_world.py`): eight tools, two of which fail at times, a shortcut that few know, prices
+and temperatures that change with the hour. A model with random weights imitates careless demonstrations, and then
+learns from rewards alone which of their habits pay. Four ways from the same start, with the same budget of generated
+tokens:
 
     GRPO on rows      independent trajectories of each task, one advantage per trajectory
-    PORTool on trees  trajectories of a task branch from shared steps, one advantage per step of each
+    GRPO on trees     trajectories of a task branch from shared steps; one advantage per trajectory,
+                      which is PORTool without the advantages of forks
+    PORTool on trees  the same trees, one advantage per step of each trajectory
+    forks on trees    the same trees, PORTool without the advantages of trajectories
 
-Both train through `model.compile(backend="treefx")`, on the tree that the trajectories make. Printed and drawn are
+All train through `model.compile(backend="treefx")`, on the tree that the trajectories make. Printed and drawn are
 success on held-out tasks, steps per task, tokens generated and trained, and time: also that of the same training steps
 on padded rows through inductor.
 """
@@ -78,15 +81,23 @@ class Method:
 
 
 def methods(settings: Settings) -> dict[str, Method]:
+    tree = PortoolTree(settings.trajectories, forks=2, first_steps=settings.first_steps)
     return {
         "GRPO on rows": Method(Group(settings.trajectories), lambda got: grpo(got.steps, got.rewards)),
-        "PORTool on trees": Method(
-            PortoolTree(settings.trajectories, forks=2, first_steps=settings.first_steps),
-            lambda got: got.steps.to_tokens(
-                portool(got.steps, got.rewards, format_rewards=got.step_rewards, scale="none")
-            ),
-        ),
+        "GRPO on trees": Method(tree, lambda got: grpo(got.steps, got.rewards)),
+        "PORTool on trees": Method(tree, per_step),
+        "forks on trees": Method(tree, partial(per_step, w_traj=0.0)),
     }
+
+
+COMPARED = ("GRPO on rows", "PORTool on trees")
+"""One method per way to sample: their tokens per trajectory and their steps are timed."""
+
+
+def per_step(got: Rollouts, w_traj: float = 1.0) -> Any:
+    """PORTool's advantages, one number per token of each row."""
+    found = portool(got.steps, got.rewards, format_rewards=got.step_rewards, w_traj=w_traj, scale="none")
+    return got.steps.to_tokens(found)
 
 
 @dataclass
@@ -212,7 +223,8 @@ def _score(model: nn.Module, settings: Settings, course: Course) -> None:
 def tokens_per_trajectory(model: nn.Module, settings: Settings) -> dict[str, float]:
     """Generated tokens per trajectory of both ways to sample: the same policy, the same tasks."""
     found = {}
-    for name, method in methods(settings).items():
+    for name in COMPARED:
+        method = methods(settings)[name]
         with sampler(model) as generate:
             got = rollout(generate, World(), range(4 * settings.tasks), method.scheme, max_steps=settings.max_steps)
         found[name] = got.info["sampled_tokens"] / len(got)
@@ -296,7 +308,7 @@ def spread_out(batches: Sequence[Rollouts], count: int) -> list[Rollouts]:
 
 
 def run_seed(model: nn.Module, settings: Settings, seed: int, progress: Progress) -> tuple[dict[str, Any], Any]:
-    """Warm start, then both methods from the same weights; figures, and the batches of every method."""
+    """Warm start, then all methods from the same weights; figures, and the batches of every method."""
     task = progress.add_task(f"seed {seed}: warm start", total=settings.warm_steps)
     started = time.perf_counter()
     model.load_state_dict(make_model(seed).state_dict())
@@ -323,21 +335,24 @@ def main(
     inner: Annotated[str, typer.Option(help="What compiles the graphs: inductor, aot_eager or eager.")] = "inductor",
     out: Annotated[Path, typer.Option(help="Folder for the plot and the figures.")] = Path("out/portool"),
 ) -> None:
-    """Teach a tiny model to use tools with GRPO on rows and PORTool on trees, and compare."""
+    """Teach a tiny model to use tools with GRPO and PORTool, and compare."""
     settings = Settings(budget=budget)
     if quick:
         seeds = 1
         settings = Settings(budget=budget // 6, warm_steps=180, held_out=50, evaluations=1)
-    figures = run(range(first_seed, first_seed + seeds), settings, inner)
-    print_results(figures)
     out.mkdir(parents=True, exist_ok=True)
+    figures = run(range(first_seed, first_seed + seeds), settings, inner, out / "seeds.jsonl")
+    print_results(figures)
     (out / "figures.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
     draw_results(figures, out / "portool.png")
     print_line(f"saved: {out / 'figures.json'}, {out / 'portool.png'}")
 
 
-def run(seeds: Sequence[int], settings: Settings, inner: str) -> dict[str, Any]:
-    """Everything, with one compiled model for all seeds and methods."""
+def run(seeds: Sequence[int], settings: Settings, inner: str, record: Path) -> dict[str, Any]:
+    """Everything, with one compiled model for all seeds and methods.
+
+    Each seed's figures are written as they come; what a file has of these settings is not run again.
+    """
     started, busy = time.perf_counter(), sum(os.times()[:4])
     model = make_model(0)
     model.compile(backend="treefx", options={"inner": inner})
@@ -345,21 +360,36 @@ def run(seeds: Sequence[int], settings: Settings, inner: str) -> dict[str, Any]:
         task = progress.add_task("compiling", total=None)
         compiling = {"treefx": compile_seconds(model)}
         progress.remove_task(task)
-        runs = [run_seed(model, settings, seed, progress) for seed in seeds]
+        found = read_record(record, settings)
+        batches: dict[str, list[Rollouts]] = {}
+        for seed in seeds:
+            if seed not in found:
+                found[seed], batches = run_seed(model, settings, seed, progress)
+                with record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"settings": asdict(settings), **found[seed]}) + "\n")
+        if not batches:  # all seeds were on file
+            _, batches = run_seed(model, replace(settings, budget=1), seeds[0], progress)
         progress.add_task("training steps on rows", total=None)
-        batches = {name: spread_out(of, 3) for name, of in runs[0][1].items()}
+        batches = {name: spread_out(batches[name], 3) for name in COMPARED}
         timing, compiling["rows"] = time_steps(model, batches, settings, inner)
     return {
         "settings": asdict(settings),
         "inner": inner,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "seeds": [figures for figures, _ in runs],
+        "seeds": [found[seed] for seed in seeds],
         "step_seconds": timing,
         "compile_seconds": compiling,
         "seconds": time.perf_counter() - started,
         "processor_seconds": sum(os.times()[:4]) - busy,  # of compilers, too
     }
+
+
+def read_record(path: Path, settings: Settings) -> dict[int, dict[str, Any]]:
+    """The figures of earlier runs with these settings, by seed."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {one["seed"]: one for one in found if one.pop("settings") == asdict(settings)}
 
 
 if __name__ == "__main__":

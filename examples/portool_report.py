@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from treefx.output import console, make_table, print_line
 
@@ -20,6 +21,14 @@ def print_results(figures: Mapping[str, Any]) -> None:
         rows = [*((seed["seed"], course) for seed, course in zip(seeds, of, strict=True)), ("median", _median(of))]
         console.print(make_table(name, columns, [[label, *_cells(course)] for label, course in rows]))
     print_line("success on held-out tasks in %; tokens generated, in all and per trajectory, and trained; seconds")
+    console.print(
+        make_table(
+            f"means of {len(seeds)} seeds, with 95 % intervals",
+            ["method", "success", "greedy", "steps", "gain", "more steps"],
+            _means(seeds),
+        )
+    )
+    print_line(f"gain and more steps: seed by seed, in comparison with {next(iter(seeds[0]['methods']))}")
     for policy in seeds[0]["tokens_per_trajectory"]:
         of = [seed["tokens_per_trajectory"][policy] for seed in seeds]
         rows, trees = (median(each) for each in zip(*(both.values() for both in of), strict=True))
@@ -38,6 +47,36 @@ def print_results(figures: Mapping[str, Any]) -> None:
     print_line(
         f"compiling: {compiling}; all: {figures['seconds']:.0f} s, {figures['processor_seconds']:.0f} of processors"
     )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of a few values, and half the width of its 95 % interval (Student's t, its quantile by drawing)."""
+    if len(values) < 2:
+        return values[0], float("nan")
+    draws = np.random.default_rng(0).standard_t(len(values) - 1, 10**6)
+    return mean(values), float(np.quantile(abs(draws), 0.95)) * stdev(values) / len(values) ** 0.5
+
+
+def _means(seeds: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Per method success, greedy success and steps at the end; the first and the last also less the first method's."""
+    names = list(seeds[0]["methods"])
+    rows = []
+    for name in names:
+        own, first = (_ends([seed["methods"][of] for seed in seeds]) for of in (name, names[0]))
+        apart = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(own, first, strict=True)]
+        shown = [*zip(own, _DIGITS, strict=True), *([(apart[0], 1), (apart[2], 2)] if name != names[0] else [])]
+        cells = ["{:.{digits}f} ± {:.{digits}f}".format(*interval(values), digits=digits) for values, digits in shown]
+        rows.append([name, *cells, *[""] * (5 - len(cells))])
+    return rows
+
+
+_DIGITS = (1, 1, 2)
+
+
+def _ends(courses: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Success and greedy success in percent, and steps, of every seed at the end."""
+    success = [100 * course["success"][-1] for course in courses]
+    return [success, [100 * course["greedy"] for course in courses], [course["steps"][-1] for course in courses]]
 
 
 def _median(courses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -62,7 +101,8 @@ def _cells(course: Mapping[str, Any]) -> list[str]:
 def draw_results(figures: Mapping[str, Any], path: Path) -> None:
     """Success and steps over generated tokens, a thin line per seed and a thick one for medians; seconds per step."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for color, name in zip(("tab:orange", "tab:blue"), figures["seeds"][0]["methods"], strict=True):
+    colors = ("tab:orange", "tab:red", "tab:blue", "tab:cyan")
+    for color, name in zip(colors, figures["seeds"][0]["methods"], strict=True):
         of = [seed["methods"][name] for seed in figures["seeds"]]
         for axes, key, factor in ((left, "success", 100), (middle, "steps", 1)):
             for course in of:

@@ -1,4 +1,4 @@
-"""The scripted world of `portool.py`: seven tools, tasks of four to seven steps or more, careless demonstrations.
+"""The scripted world of `portool.py`: eight tools, tasks of three to seven steps or more, careless demonstrations.
 
 The language has some two hundred words, one token each. Every task has prices, temperatures, homes and events,
 drawn from the task's number, so nothing can be known without asking. In each step the agent calls one tool, or gives
@@ -9,6 +9,14 @@ its answer; "->" begins the world's reply:
     search anna end        -> anna is in rome
     calendar lunch end     -> lunch is at 14
     weather rome 14 end    -> rome has 21
+    convert 21 fahrenheit end -> that is 69
+    answer 69 end
+
+Steps differ in worth: a search may fail and be tried again, a guess in place of a question mostly spoils the answer,
+and `look`, which few demonstrations use, saves a step:
+
+    calendar lunch end     -> lunch is at 14
+    look anna 14 end       -> anna has 21
     convert 21 fahrenheit end -> that is 69
     answer 69 end
 """
@@ -42,7 +50,9 @@ LARGEST = 99
 GUESS = "6"
 """The hour it is, to those who do not ask."""
 FAILING = 0.3
-"""How often a search finds nothing."""
+"""How often a search or a look finds nothing."""
+SHORT = 0.15
+"""How often a demonstration looks instead of searching."""
 
 TOOLS = """
 you answer questions with the help of tools . in every step call one tool , or answer , and say end .
@@ -55,6 +65,8 @@ price shop hour : what a shop takes for its item , in euro . it changes every ho
 example : price market 17 end
 search name : the city of a person , or the shop of an item . it finds nothing now and then ; then try again .
 example : search ben end
+look name hour : the temperature where a person lives , or the price of an item . it finds nothing now and then , too .
+example : look ben 17 end
 convert number unit : celsius to fahrenheit , or euro to dollar . example : convert 20 fahrenheit end
 calc number operation number : operations are plus minus times . example : calc 3 times 8 end
 answer number : this ends the task . answer unknown if there is no way to know . example : answer 42 end
@@ -180,7 +192,7 @@ class World:
 
 
 def run_tool(task: Task, call: Sequence[str], seed: int) -> str | None:
-    """Return a tool's reply; None for anything but a call. `seed` is the search's luck."""
+    """Return a tool's reply; None for anything but a call. `seed` is the luck of searches."""
     match call:
         case ["clock"]:
             return f"it is {task.hour}"
@@ -193,6 +205,11 @@ def run_tool(task: Task, call: Sequence[str], seed: int) -> str | None:
         case ["search", name] if name in task.places:
             lucky = np.random.default_rng(seed).random() >= FAILING
             return f"{name} is in {task.places[name]}" if lucky else "nothing found , try again"
+        case ["look", name, hour] if name in task.places and hour.isdigit() and int(hour) < 24:
+            if np.random.default_rng(seed).random() < FAILING:
+                return "nothing found , try again"
+            place, at = task.places[name], int(hour)
+            return f"{name} has {task.weather[place][at] if name in PEOPLE else task.prices[place][at]}"
         case ["convert", number, unit] if number.isdigit() and unit in UNITS:
             return _result(UNITS[unit](int(number)))
         case ["calc", one, operation, other] if one.isdigit() and other.isdigit() and operation in OPERATIONS:
@@ -204,11 +221,11 @@ def _result(number: int) -> str | None:
     return f"that is {number}" if 0 <= number <= LARGEST else None
 
 
-def expert(task: Task, slips: Callable[[], bool] = lambda: False) -> Generator[str, str, None]:
+def expert(task: Task, slips: Callable[[], bool] = lambda: False, *, short: bool = False) -> Generator[str, str, None]:
     """Do a task: yields calls, is sent the replies, and ends with an answer.
 
     `slips` decides wherever a careless agent cuts a corner: gives up instead of trying again, guesses the hour
-    instead of asking, leaves out a calculation at the end.
+    instead of asking, leaves out a calculation at the end. `short` looks in place of search and price or weather.
     """
     if task.kind == "hours":
         value = _last((yield f"calendar {task.event}"))
@@ -217,18 +234,32 @@ def expert(task: Task, slips: Callable[[], bool] = lambda: False) -> Generator[s
             value = _last((yield f"calc {value} minus {now}"))
         yield f"answer {value}"
         return
-    while (reply := (yield f"search {task.subject}")).startswith("nothing"):
-        if slips():
-            yield "answer unknown"
+    asks, place = "clock" if task.event == "now" else f"calendar {task.event}", ""
+    if not short:
+        place = yield from _found(f"search {task.subject}", slips)
+        if not place:
             return
-    asks = "clock" if task.event == "now" else f"calendar {task.event}"
     hour = GUESS if slips() else _last((yield asks))
-    value = _last((yield f"{'price' if task.kind == 'price' else 'weather'} {_last(reply)} {hour}"))
+    if short:
+        value = yield from _found(f"look {task.subject} {hour}", slips)
+        if not value:
+            return
+    else:
+        value = _last((yield f"{'price' if task.kind == 'price' else 'weather'} {place} {hour}"))
     if task.count > 1 and not slips():
         value = _last((yield f"calc {task.count} times {value}"))
     if task.unit and not slips():
         value = _last((yield f"convert {value} {task.unit}"))
     yield f"answer {value}"
+
+
+def _found(call: str, slips: Callable[[], bool]) -> Generator[str, str, str]:
+    """Try a call until it finds something; "" from who gives up, and has answered."""
+    while (reply := (yield call)).startswith("nothing"):
+        if slips():
+            yield "answer unknown"
+            return ""
+    return _last(reply)
 
 
 def _last(reply: str) -> str:
@@ -244,7 +275,7 @@ def demonstrate(number: int, carelessness: float) -> tuple[list[int], list[bool]
     random = np.random.default_rng([number, 1])
     task, row = World().start(number)
     own = [False] * len(row)
-    agent = expert(task, lambda: random.random() < carelessness)
+    agent = expert(task, lambda: random.random() < carelessness, short=random.random() < SHORT)
     call = next(agent)
     while True:
         said = encode(f"{call} end")

@@ -22,6 +22,7 @@ def load(name: str) -> ModuleType:
 
 
 world: Any = load("portool_world")
+report: Any = load("portool_report")
 example: Any = load("portool")
 LUCKY, UNLUCKY = 0, 2
 
@@ -46,6 +47,9 @@ def test_tools_answer_from_the_facts_of_the_task() -> None:
     assert reply(task, "search tea", UNLUCKY) == "-> nothing found , try again ."
     assert reply(task, f"weather {place} 7") == f"-> {place} has {task.weather[place][7]} ."
     assert reply(task, f"price {shop} 8") == f"-> {shop} takes {task.prices[shop][8]} ."
+    assert reply(task, "look anna 7") == f"-> anna has {task.weather[place][7]} ."
+    assert reply(task, "look tea 8") == f"-> tea has {task.prices[shop][8]} ."
+    assert reply(task, "look tea 8", UNLUCKY) == "-> nothing found , try again ."
     assert reply(task, "convert 20 fahrenheit") == "-> that is 68 ."
     assert reply(task, "convert 20 dollar") == "-> that is 22 ."
     assert reply(task, "calc 3 times 8") == "-> that is 24 ."
@@ -61,8 +65,8 @@ def test_look_ups_change_with_the_hour_and_tasks_have_facts_of_their_own() -> No
 
 @pytest.mark.parametrize(
     "text",
-    ["clock clock", "weather rome", "weather rome 24", "weather tea 3", "calc 3 times", "calc 3 minus 4", "search rome",
-     "calc 50 times 50", "convert 3 clock", "answer", "answer rome", "tea", ""],
+    ["clock clock", "weather rome", "weather rome 24", "weather tea 3", "look rome 3", "look anna", "calc 3 times",
+     "calc 3 minus 4", "search rome", "calc 50 times 50", "convert 3 clock", "answer", "answer rome", "tea", ""],
 )  # fmt: skip
 def test_what_is_no_call_is_told_and_costs(text: str) -> None:
     task = world.Task.draw(5)
@@ -96,7 +100,8 @@ def test_the_loss_on_trees_is_that_on_rows() -> None:
     model = example.make_model(0).double()
     rows = example.make_model(0).double()
     model.compile(backend="treefx", options={"inner": "eager"})
-    for method in example.methods(settings).values():
+    for name in example.COMPARED:
+        method = example.methods(settings)[name]
         with example.sampler(model) as generate:
             got = example.rollout(generate, world.World(), range(2), method.scheme, seed=1, max_steps=3)
         given = method.advantages(got)
@@ -112,18 +117,24 @@ def test_the_loss_on_trees_is_that_on_rows() -> None:
         assert abs(example.rows_loss(rows, got, wrong) - on_tree) > 0.1
 
 
+def test_intervals_are_those_of_students_t() -> None:
+    """Of 0, 1, 2: a mean of 1, and 4.303 standard errors of 1 / sqrt(3)."""
+    mean, half = report.interval([0.0, 1.0, 2.0])
+    assert mean == 1 and half == pytest.approx(4.303 / 3**0.5, rel=0.01)
+
+
 def test_a_small_run_of_the_whole(tmp_path: Path) -> None:
     settings = example.Settings(
         demonstrations=16, warm_steps=4, warm_rows=4, budget=60, tasks=2, trajectories=3, max_steps=2, held_out=2,
         evaluations=1,
     )  # fmt: skip
-    figures = json.loads(json.dumps(example.run([7], settings, "eager")))
+    figures = json.loads(json.dumps(example.run([7], settings, "eager", tmp_path / "seeds.jsonl")))
     example.print_results(figures)
     example.draw_results(figures, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert {"settings", "inner", "seeds", "step_seconds", "compile_seconds", "processor_seconds"} <= set(figures)
     (seed,) = figures["seeds"]
-    assert seed["seed"] == 7 and set(seed["methods"]) == {"GRPO on rows", "PORTool on trees"}
+    assert seed["seed"] == 7 and [*seed["methods"]] == [*example.methods(settings)]
     for course in seed["methods"].values():
         assert course["generated"][-1] >= 60 and len(course["success"]) == len(course["steps"]) == 2
         assert course["trained_tokens"] < course["raw_tokens"]
