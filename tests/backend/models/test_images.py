@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import treefx
 from tests.backend.models.vision import CASES, IMAGE, PATCHES, TinyVLM, distinct, draw_images, gemma3, llava, rows_of
+from tests.backend.small import stripped
 from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
-from tests.batches import IGNORED, Batch, Side, padded, shared_batch
+from tests.batches import IGNORED, Batch, Side, padded
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, Step, assert_close, outcome, stats_of
 from tests.spellings import SPELLINGS
@@ -51,9 +52,12 @@ def check(model: nn.Module, case: str, inner: str = "eager") -> dict[str, Any]:
 
 @pytest.mark.parametrize("listed", [False, True], ids=["tensor", "list"])
 def test_cases(listed: bool) -> None:
-    """Four kinds of batches on one compiled object, padded on either side, loss and all gradients."""
+    """Four kinds of batches on one compiled object, padded on either side, loss and all gradients.
+
+    Where images are listed one by one, their number is in the graph: batches of four.
+    """
     pair = Pair(TinyVLM(listed=listed).double())
-    for case in CASES:
+    for case in ("one image per group", OWN) if listed else CASES:
         for side in ("right", "left") if case == OWN else ("right",):
             batch, names = batch_of(case, side)
             with in_case(f"{case}, {side}"):
@@ -64,7 +68,7 @@ def test_cases(listed: bool) -> None:
 def test_llava() -> None:
     """The check of transformers between embeddings and layers cuts nothing."""
     pair = Pair(llava())
-    for case in CASES:
+    for case in ("text alone", OWN):
         batch, names = batch_of(case)
         given = {"pixel_values": draw_images(names)} if names else {}
         assert batch.labels is not None
@@ -99,22 +103,20 @@ def gemma3_step(batch: Batch, names: str) -> Step:
 
 
 def test_gemma3() -> None:
-    """Types that are zero throughout leave attention causal; blocks of image tokens see each other."""
+    """Types that are zero throughout leave attention causal; blocks of image tokens see each other.
+
+    One block of two images is shared whole or not at all.
+    """
     pair = Pair(gemma3())
-    text = shared_batch(rows=6, length=17, shared=6, vocab=IMAGE)
-    assert_packed(pair.check(gemma3_step(text, "")), distinct(text, ""), layers=2)
-    for case in CASES:
+    for case in ("text alone", OWN, "two images, one shared"):
         batch, names = batch_of(case)
         with in_case(case):
             checked = pair.check(gemma3_step(batch, names))
             assert_packed(checked, distinct(batch, names), layers=2)
             assert not names or checked.stats["images_run"] == len({*names})
-
-
-def test_images_side_by_side() -> None:
-    """One block of two images is shared whole or not at all."""
     batch = padded(rows_of([[1, 2, -1, -1, 5, last] for last in (10, 12, 14)]))
-    assert_packed(compare(gemma3(), gemma3_step(batch, "ababac")), distinct(batch, "ababac") + PATCHES)
+    with in_case("images side by side"):
+        assert_packed(pair.check(gemma3_step(batch, "ababac")), distinct(batch, "ababac") + PATCHES, layers=2)
 
 
 def test_types_that_are_not_zero_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +155,10 @@ def test_inductor() -> None:
     """Behind a frozen tower, whose vectors are multiplied by a parameter: an adapter."""
 
     class Adapted(TinyVLM):
+        def __init__(self) -> None:
+            super().__init__()
+            stripped(self.text)
+
         def see(self, pixels: Tensor) -> Tensor:
             return self.project(pixels.flatten(1)[:, :64].unflatten(-1, (4, 16)))
 
