@@ -118,11 +118,11 @@ class Scanned(nn.Module):
         return x + self.scan(self.between(self.activation(mixed), mask))
 
 
-def model_of(*mixers: nn.Module) -> nn.Module:
-    """Attention that masks padding, mixers that get the mask as well, and attention again."""
+def model_of(*mixers: nn.Module, layers: int = 1) -> nn.Module:
+    """Attention that masks padding, mixers that get the mask as well, and (of two layers) attention again."""
     torch.manual_seed(0)
-    model = TinyLM(PADDED["sdpa_padding"], layers=2, vocab=128)
-    model.blocks = nn.ModuleList([model.blocks[0], *mixers, model.blocks[1]])
+    model = TinyLM(PADDED["sdpa_padding"], layers=layers, vocab=128)
+    model.blocks = nn.ModuleList([model.blocks[0], *mixers, *model.blocks[1:]])
     return model.double()
 
 
@@ -142,7 +142,7 @@ SCANS = [
 
 @pytest.mark.parametrize("mixers", [CONVOLUTIONS, SCANS], ids=["convolutions", "scans"])
 def test_padding_that_is_zero(mixers: list[Callable[[], nn.Module]]) -> None:
-    checked = compare(model_of(*[make() for make in mixers]), BATCH)
+    checked = compare(model_of(*[make() for make in mixers], layers=2), BATCH)
     assert_packed(checked, OWN)
     assert checked.stats["raw_tokens"] == int(BATCH.attention_mask.sum())
     assert checked.stats["expansions"] == []
@@ -233,7 +233,8 @@ def placed(rows: Rows, starts: list[int]) -> Batch:
 
 def test_any_forest() -> None:
     """Rows of any forest that start anywhere: what ran is counted by listing all prefixes."""
-    pair = Pair(model_of(Convolved(), Scanned(times, times, bias=True), Scanned(delta=True)))
+    mixers = Convolved(), Scanned(times, times, bias=True), Scanned(delta=True)
+    pair = Pair(model_of(*mixers, layers=2))
 
     @settings(max_examples=15, deadline=None, database=None)
     @given(st.one_of(chains(), stars(), caterpillars(), random_rows()), st.lists(st.integers(0, WIDE), min_size=FOREST))
