@@ -47,6 +47,12 @@ def pair(name: str = "lfm2", **options: Any) -> tuple[Any, Any]:
     return converted(copy.deepcopy(model_of(name)), **options)
 
 
+@pytest.fixture(scope="module")
+def kept() -> tuple[Any, Any]:
+    """For calls that leave a model as it was: each kind of call is traced once."""
+    return pair(min_sharing=1.0)
+
+
 def mixers_of(stats: dict[str, Any]) -> set[str]:
     assert {item["code"] for item in stats["expansions"]} <= {"TFX134"}
     return {item["op"] for item in stats["expansions"]}
@@ -97,27 +103,31 @@ def test_compiled_blocks() -> None:
     check(model, twin, loss_of(shared_batch(rows=3, length=15, shared=7, vocab=61, seed=4)))
 
 
-def test_results_at_padding_are_those_of_rows() -> None:
+def square(run: Any) -> Tensor:
+    """Reads the results at padding too."""
+    found: Tensor = run(**BATCH.without("labels").inputs(), use_cache=False).logits.square().sum()
+    return found
+
+
+def test_results_at_padding_are_those_of_rows(kept: tuple[Any, Any]) -> None:
     """With ``padding="drop"`` they are not defined."""
-    model, twin = pair()
-    step = lambda run: run(**BATCH.without("labels").inputs(), use_cache=False).logits.square().sum()  # noqa: E731
-    check(model, twin, step)
+    check(*kept, square)
     dropped, twin = pair(padding="drop")
     check(dropped, twin, loss_of(BATCH))
 
 
 @pytest.mark.parametrize("ids", [[[5, 6, 7, 8]] * 3, [[5], [5], [6]], [[5, 6, 7], [5, 6, 0]]])
-def test_few_paths(ids: list[list[int]]) -> None:
+def test_few_paths(ids: list[list[int]], kept: tuple[Any, Any]) -> None:
     """One path for all rows, rows of one token, a row that is a prefix of the other."""
-    model, twin = pair(min_sharing=1.0)
+    model, twin = kept
     tensor = torch.tensor(ids)
     mask = (tensor != 0).long()
     check(model, twin, lambda run: run(input_ids=tensor, attention_mask=mask, use_cache=False).logits.square().sum())
 
 
 @pytest.mark.parametrize("how", ["one row", "a mask of fractions"])
-def test_masks_that_paths_cannot_carry(how: str) -> None:
-    model, twin = pair(min_sharing=1.0)
+def test_masks_that_paths_cannot_carry(how: str, kept: tuple[Any, Any]) -> None:
+    model, twin = kept
     ids = torch.tensor([[5, 6, 7, 8, 0]] if how == "one row" else [[5, 6, 7, 8], [5, 6, 7, 9]])
     mask = (ids != 0).long() if how == "one row" else torch.tensor([[1.0, 1.0, 0.5, 1.0]] * 2)
     step = lambda run: run(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().sum()  # noqa: E731
@@ -125,16 +135,11 @@ def test_masks_that_paths_cannot_carry(how: str) -> None:
     assert ("a single row" if how == "one row" else "other numbers than 0 and 1") in stats["fallback"]
 
 
-def test_no_gradients_and_back() -> None:
+def test_no_gradients_and_back_and_undone() -> None:
     model, twin = pair()
     for context in (torch.inference_mode(), torch.no_grad()):
         with context:
             torch.testing.assert_close(loss_of(BATCH)(model), loss_of(BATCH)(twin), rtol=1e-10, atol=1e-10)
-    check(model, twin, loss_of(BATCH))
-
-
-def test_undone() -> None:
-    model, twin = pair()
     check(model, twin, loss_of(BATCH))
     treefx.unconvert(model)
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -144,8 +149,9 @@ def test_undone() -> None:
 # Wrong versions are noticed -------------------------------------------------------------------------------------------
 
 
-def test_paths_without_the_mask_of_the_call_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_without_the_mask_of_the_call_are_wrong(kept: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded token that runs must read its own hidden state as zero."""
+    check(*kept, square)
     lines = paths._paths_of
 
     def unmasked(tree: Tensor) -> Any:
@@ -153,16 +159,15 @@ def test_paths_without_the_mask_of_the_call_are_wrong(monkeypatch: pytest.Monkey
         return paths._Paths(found.token_of, found.place_of, torch.ones_like(found.mask))
 
     monkeypatch.setattr(paths, "_paths_of", unmasked)
-    model, twin = pair()
     with pytest.raises(AssertionError):
-        check(model, twin, lambda run: run(**BATCH.without("labels").inputs(), use_cache=False).logits.square().sum())
+        check(*kept, square)
 
 
-def test_a_recurrence_along_the_packed_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrence_along_the_packed_row_is_wrong(kept: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(*kept, square)
     monkeypatch.setattr(paths, "_lines", lambda end: (torch.arange(len(end)).repeat(2, 1), torch.arange(len(end))))
-    model, twin = pair()
     with pytest.raises(AssertionError):
-        check(model, twin, loss_of(BATCH))
+        check(*kept, square)
 
 
 def test_a_mask_that_does_not_reach_the_recurrence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
