@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import time
 import warnings
@@ -186,9 +187,12 @@ def _overlapping(way: str) -> list[dict[str, Any]]:
     return _measured(Run("0.6B", False, way, ("overlap 60 %",)))
 
 
+EAGER = {"backend": "eager"}
+
+
 def test_packed_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in one without positions, or that are cut elsewhere, are seen."""
-    ours = _overlapping("treefx")
+    """Rows in one without positions, or that are cut elsewhere, are seen. Inductor compiles the latter."""
+    ours, compile_model = _overlapping("treefx"), torch.compile
     for wrong in ("position_ids", "lengths"):
 
         def spoiled(batch: Any, wrong: str = wrong) -> dict[str, Any]:
@@ -202,6 +206,8 @@ def test_packed_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
                     "attend_packed_rows",
                     lambda model, rows, kernel: attend_packed_rows(model, [sum(rows)], kernel),
                 )
+            else:
+                patch.setattr(torch, "compile", lambda model, **given: compile_model(model, **given | EAGER))
             patch.setattr(steps, "pack_rows", spoiled)
             (record,) = compare_steps(Scale(True), [*ours, *_overlapping("packed rows")])
         assert any("apart at most" in text for text in record["wrong"]), wrong
@@ -282,23 +288,42 @@ def test_cases_and_batches_are_chosen_by_name() -> None:
         stages.count("rates", batches=["overlap 60 %"])
 
 
-def _endless(scale: Scale, case: Any) -> dict[str, Any]:
+def _report_two(scale: Scale) -> None:
     for batch in ("a", "b"):
         scale.report({"model": "m", "way": "treefx", "batch": batch, "wrong": []})
+
+
+def _endless(scale: Scale, case: Any) -> dict[str, Any]:
+    _report_two(scale)
     time.sleep(120)
     return {"wrong": []}
 
 
+def _outlives(command: int) -> Callable[[Scale, Any], dict[str, Any]]:
+    """A case that ends as soon as the command is gone."""
+
+    def measure(scale: Scale, case: Any) -> dict[str, Any]:
+        _report_two(scale)
+        while os.getppid() == command:
+            time.sleep(0.05)
+        return {"wrong": []}
+
+    return measure
+
+
 def test_a_killed_command_leaves_every_finished_record(tmp_path: Path) -> None:
-    """One line per record, flushed: what was measured before the end is in the file."""
+    """One line per record, flushed: what was measured before the end is in the file. No process stays behind."""
     out = tmp_path / "records.jsonl"
+    reads, writes = os.pipe()  # ends when no process holds the end that writes
     pid = os.fork()
     if not pid:
-        stage = replace(stages.STAGES["step"], measure=_endless, cases=stages.STAGES["step"].cases[:1])
+        measure = _outlives(os.getpid())
+        stage = replace(stages.STAGES["step"], measure=measure, cases=stages.STAGES["step"].cases[:1])
         stages.STAGES["step"] = stage
         run = stages.run
         stages.run = lambda *args, **options: run(*args, **options, method="fork")  # type: ignore[assignment]
         app(["bench", "gpu", "--stage", "step", "--rehearse", "--out", str(out)])
+    os.close(writes)
     until = time.monotonic() + 60
     while time.monotonic() < until and (not out.exists() or out.read_text().count("\n") < 3):
         time.sleep(0.05)
@@ -306,6 +331,8 @@ def test_a_killed_command_leaves_every_finished_record(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
     about, *records = [json.loads(line) for line in out.read_text().splitlines()]
     assert about["stage"] == "step" and [record["batch"] for record in records] == ["a", "b"]
+    assert select.select([reads], [], [], 20.0)[0] and not os.read(reads, 1), "its worker waits for ever"
+    os.close(reads)
 
 
 def test_a_deadline_ends_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,12 @@ def _first_to_report(busy: list[_Worker], deadline: float) -> _Worker:
 
 
 def _serve(connection: Connection, work: Callable[[Any, Note], tuple[Any, bool]]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     while True:
+        # A fork holds the parent's end of its own pipe too, which therefore never ends.
+        if connection not in wait([connection, parent.sentinel]):
+            return
         try:
             piece = connection.recv()
         except EOFError:
