@@ -1,9 +1,6 @@
 """DDP, and FSDP2 with ``treefx.convert``: two processes, each with other batches."""
 
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import treefx
 from tests.batches import Batch, distinct_with_padding, shared_batch
 from tests.models import double
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close
+from tests.scale.ranks import run_ranks
 from tests.trainers.converted import sharded
 
 WORLD = 2
@@ -29,7 +27,7 @@ def batches(rank: int) -> list[Batch]:
 
 
 def llama(checkpointing: bool = False) -> Any:
-    model = double("llama", hidden_size=32, intermediate_size=32, head_dim=8, vocab_size=32)
+    model = double("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=8, vocab_size=32)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -130,32 +128,7 @@ def outcomes(rank: int, cases: Cases) -> dict[str, Any]:
     return results
 
 
-def run_ranks(
-    module: str, folder: Path, *more: str, seconds: float = 500, world: int = WORLD, worker: str = "worker"
-) -> list[Any]:
-    """Run ``worker(rank, port, folder, *more)`` of a module in one process per rank; what each wrote."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = Path(__file__).parents[2]
-    ranks = []
-    for rank in range(world):
-        # The folder of the repository comes last: libraries look for packages called kernels.
-        call = f"{worker}(*{(rank, port, str(folder), *more)!r})"
-        code = f"import sys; sys.path.append({str(root)!r}); from {module} import {worker}; {call}"
-        ranks.append(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
-    try:
-        for running in ranks:
-            _, errors = running.communicate(timeout=seconds)
-            assert running.returncode == 0, errors[-3000:]
-    finally:
-        for running in ranks:
-            running.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
-
-
 def test_ranks_match_one_uncompiled_process(tmp_path: Path) -> None:
-    """One launch for all: most of its time is that of imports."""
     results = run_ranks(__name__, tmp_path)
     for name, (_, accumulate) in CASES.items():
         check_ranks(results, name, llama(), accumulate)

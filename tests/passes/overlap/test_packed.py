@@ -12,8 +12,8 @@ from torch._inductor import config as inductor
 
 import treefx
 from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
+from tests.scale.ranks import run_ranks
 from tests.scale.shared_out import SECONDS, Small, parallel, run_rank, whole_gradients
-from tests.trainers.test_distributed import run_ranks
 from treefx.passes.overlap import OverlapCollectives
 
 CUT = 5

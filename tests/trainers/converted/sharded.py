@@ -19,7 +19,8 @@ WINDOW = 4
 def tiny(name: str, checkpointing: bool = False) -> Any:
     if name == "lfm2":
         return double_with_libraries(name, vocab_size=32, num_hidden_layers=2, layer_types=["full_attention", "conv"])
-    model = double(name, vocab_size=32, **({"sliding_window": WINDOW} if name == "gemma2" else {}))
+    more = {"sliding_window": WINDOW} if name == "gemma2" else {"num_hidden_layers": 1}
+    model = double(name, vocab_size=32, **more)
     if name == "qwen3_moe":
         model.set_experts_implementation("batched_mm")  # the grouped product has no float64
     if checkpointing:
