@@ -192,12 +192,16 @@ def test_adapters_after_conversion_and_switched_off() -> None:
     assert "dropout.default" in treefx.inspect(adapted).stats["fallback"]
 
 
-@pytest.mark.parametrize(("backend", "shapes"), [("treefx", 2), ("inductor", 1)])
-def test_blocks_compiled_one_by_one(backend: str, shapes: int) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "shapes"),
+    [({"backend": "treefx", "options": {"inner": "aot_eager"}}, 2), ({"backend": "inductor"}, 1)],
+    ids=["treefx", "inductor"],
+)
+def test_blocks_compiled_one_by_one(compiler: dict[str, Any], shapes: int) -> None:
     torch._dynamo.reset()
     model, twin = converted(small("mistral"))
     for block in model.model.layers:
-        block.compile(backend=backend, fullgraph=True)
+        block.compile(fullgraph=True, **compiler)
     check(model, twin, lambda run: total(run, batches(None)[:shapes]))
 
 
