@@ -73,10 +73,42 @@ def step(batch: Batch) -> Callable[[Any], Tensor]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_masks_and_biases_by_position(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several batches one after another through one model, padded on either side."""
+    """Several batches one after another through one model, padded on either side; with chunks, what depends on them."""
     model, twin = converted(masked(RULES[name], monkeypatch))
     for padding in ("right", "left", "right"):
         check(model, twin, step(rows(padding)))
+    if name == "chunks":
+        numbers_beyond_32_bits_run_on_rows(model, twin)
+        wrong_planes_are_found(model, twin)
+
+
+def numbers_beyond_32_bits_run_on_rows(model: Any, twin: Any) -> None:
+    given = {**rows().inputs(), "position_ids": torch.arange(12).expand(4, 12) + (1 << 33)}
+    with pytest.warns(UserWarning, match="does not fit into 32 bits"):
+        check(model, twin, lambda run: run(**given, use_cache=False).loss, packed=False)
+    check(model, twin, step(rows()))
+
+
+def wrong_planes_are_found(model: Any, twin: Any) -> None:
+    """Mistakes on purpose, and then the right planes."""
+    batch = rows("left")
+    wanted = outcome(twin, lambda: step(batch)(twin))
+    right = planner.plane_of
+
+    def unshifted(plane: Any, batch: Any, *given: Any) -> Any:
+        found = right(plane, batch, *given)
+        return batch.metadata[1].to(torch.int32) if plane[0] == "token" else found  # the column
+
+    def shuffled(plane: Any, *given: Any) -> Any:
+        found = right(plane, *given)
+        return found.flip(0) if plane[0] == "token" else found
+
+    for wrong in (unshifted, shuffled):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "plane_of", wrong)
+            errors = relative_errors(outcome(model, lambda: step(batch)(model)), wanted)
+        assert max(errors.values()) > 1e-6, wrong
+    assert_close(outcome(model, lambda: step(batch)(model)), wanted, FLOAT64)
 
 
 def test_chunks_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +166,6 @@ def test_a_trained_bias_is_refused(slanted: Any) -> None:
         total(treefx.convert(slanted, on_unsupported="error"), [rows()])
 
 
-def test_numbers_beyond_32_bits_run_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = converted(masked(chunks, monkeypatch))
-    given = {**rows().inputs(), "position_ids": torch.arange(12).expand(4, 12) + (1 << 33)}
-    with pytest.warns(UserWarning, match="does not fit into 32 bits"):
-        check(model, twin, lambda run: run(**given, use_cache=False).loss, packed=False)
-    check(model, twin, step(rows()))
-
-
 # Blocks that run again ------------------------------------------------------------------------------------------------
 
 
@@ -172,28 +196,6 @@ def test_blocks_run_again_with_the_planes_of_their_own_call(monkeypatch: pytest.
 
 
 # Mistakes on purpose --------------------------------------------------------------------------------------------------
-
-
-def test_wrong_planes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = converted(masked(chunks, monkeypatch))
-    batch = rows("left")
-    wanted = outcome(twin, lambda: step(batch)(twin))
-    right = planner.plane_of
-
-    def unshifted(plane: Any, batch: Any, *given: Any) -> Any:
-        found = right(plane, batch, *given)
-        return batch.metadata[1].to(torch.int32) if plane[0] == "token" else found  # the column
-
-    def shuffled(plane: Any, *given: Any) -> Any:
-        found = right(plane, *given)
-        return found.flip(0) if plane[0] == "token" else found
-
-    for wrong in (unshifted, shuffled):
-        monkeypatch.setattr(planner, "plane_of", wrong)
-        errors = relative_errors(outcome(model, lambda: step(batch)(model)), wanted)
-        assert max(errors.values()) > 1e-6, wrong
-    monkeypatch.setattr(planner, "plane_of", right)
-    assert_close(outcome(model, lambda: step(batch)(model)), wanted, FLOAT64)
 
 
 def test_a_module_that_changes_its_mask_is_an_error() -> None:
