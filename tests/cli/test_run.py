@@ -117,18 +117,18 @@ def train(rows, steps):
     trainer.train()
     return trainer.state.log_history
 
-history = train([[*range(3, 15), n, n + 1] for n in range(8)], 2)
+history = train([[*range(3, 15), n, n + 1] for n in range(8)], 2) if not KEEPS else []
 starts = [[*range(first, first + 12)] for first in (3, 15, 27, 39)]
-later = train([[*start, 52 + n, 53 + n] for n in range(4) for start in starts], 4)
+later = train([[*start, 52 + n, 53 + n] for n in range(4) for start in starts], 4) if HOOKED else []
 sharing = [entry["treefx/sharing"] for entry in later if "treefx/sharing" in entry]
 kept = False
-if TRL:
+if HOOKED and not KEEPS:
     from trl.trainer.grpo_trainer import GRPOTrainer
     kept = hasattr(GRPOTrainer._prepare_inputs, "keeps_groups")
 found = {"history": history, "sharing": sharing, "kept": kept, "treefx": "treefx" in sys.modules}
 print(json.dumps(found), flush=True)
 """
-"""Rows of one prompt, then rows of four in turn."""
+"""Rows of one prompt, then rows of four in turn: HOOKED says whether treefx runs it, KEEPS whether in groups."""
 
 
 def test_a_training_program_shares_without_a_line_of_it_changed() -> None:
@@ -140,19 +140,23 @@ def test_a_training_program_shares_without_a_line_of_it_changed() -> None:
     pytest.importorskip("trl", reason=NEEDS_TRAINERS)
     environment = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
     alone = subprocess.run(
-        [sys.executable, "-c", f"TRL = False\n{PROGRAM}"],
+        [sys.executable, "-c", f"HOOKED = KEEPS = False\n{PROGRAM}"],
         env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     plain = json.loads(alone.stdout.splitlines()[-1])
     hooked, grouped = (
         json.loads(
             python(
-                f"TRL = {not keep_groups}\n{PROGRAM}", environment=environment, keep_groups=keep_groups, inner="eager"
+                f"HOOKED, KEEPS = True, {keep_groups}\n{PROGRAM}",
+                environment=environment,
+                keep_groups=keep_groups,
+                inner="eager",
             ).splitlines()[-1]
         )
         for keep_groups in (False, True)
     )
-    assert not plain["treefx"] and not plain["sharing"] and hooked["kept"]
+    assert not plain["treefx"] and not any("treefx/sharing" in entry for entry in plain["history"])
+    assert hooked["kept"] and len(hooked["history"]) > 2
     for before, now in zip(plain["history"], hooked["history"], strict=True):
         if "loss" in before:
             assert now["loss"] == pytest.approx(before["loss"], rel=1e-4)
