@@ -22,6 +22,9 @@ def pytest_collection_finish() -> None:
     Nor need it be counted one by one for whoever asks whether there is any, nor Dynamo collect garbage by itself after
     every compilation (a fifteenth).
 
+    PyTorch's cache of the results of operators on fake tensors checks each new entry by making the result once more:
+    models of many equal layers gain by it, those of one or two lose (a tenth). Processes that tests start have it.
+
     pytest also listens to loggers that do not propagate; PyTorch's structured log, which writes nothing without a
     listener, would print every graph for it (a twentieth of all seconds).
     """
@@ -31,6 +34,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 100)
     gc.get_freeze_count = lambda: 1
     torch._dynamo.config.run_gc_after_compile = False
+    torch._dynamo.config.fake_tensor_cache_enabled = False
 
 
 @pytest.fixture(scope="module", autouse=True)
