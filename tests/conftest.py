@@ -19,8 +19,8 @@ hypothesis.settings.load_profile("treefx")
 def pytest_collection_finish() -> None:
     """What the imports made lives until the end: Python need not walk it again and again (a fifth of all seconds).
 
-    Nor need it be counted one by one for whoever asks whether there is any, nor Dynamo collect garbage by itself after
-    every compilation (a fifteenth).
+    Nor need the planner count it one by one to learn that there is some, nor Dynamo collect garbage after every
+    compilation (a fifteenth).
 
     PyTorch's cache of the results of operators on fake tensors checks each new entry by making the result once more:
     models of many equal layers gain by it, those of one or two lose (a tenth). Processes that tests start have it.

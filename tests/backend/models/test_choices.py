@@ -502,7 +502,7 @@ class GatedChoice(Indexed):
 
 
 def test_inductor() -> None:
-    """A choice of keys of which only a run tells whether a query sees one."""
+    """A choice of keys where only a run shows whether a query sees one."""
     torch.manual_seed(3)
     batch = shared_batch(rows=4, length=14, shared=6, vocab=VOCAB, padding="right")
     checked = compare(Small(GatedChoice).double(), batch, inner="inductor")

@@ -162,7 +162,7 @@ def _serve(connection: Connection, work: Callable[[Any, Note], tuple[Any, bool]]
     parent = multiprocessing.parent_process()
     assert parent is not None
     while True:
-        # A fork holds the parent's end of its own pipe too, which therefore never ends.
+        # A fork holds the parent's end of the pipe too, so the pipe does not end with the parent.
         if connection not in wait([connection, parent.sentinel]):
             return
         try:
