@@ -19,8 +19,7 @@ hypothesis.settings.load_profile("treefx")
 def pytest_collection_finish() -> None:
     """What the imports made lives until the end: Python need not walk it again and again (a fifth of all seconds).
 
-    Nor need the planner count it one by one to learn that there is some, nor Dynamo collect garbage after every
-    compilation (a fifteenth).
+    Nor need the planner count it one by one to learn that there is some (a thirtieth).
 
     PyTorch's cache of the results of operators on fake tensors checks each new entry by making the result once more:
     models of many equal layers gain by it, those of one or two lose (a tenth). Processes that tests start have it.
@@ -33,7 +32,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
     gc.get_freeze_count = lambda: 1
-    torch._dynamo.config.run_gc_after_compile = False
     torch._dynamo.config.fake_tensor_cache_enabled = False
 
 

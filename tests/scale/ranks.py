@@ -90,7 +90,6 @@ def warm() -> None:
     gc.collect()
     gc.freeze()  # what forks share is not walked again and again
     gc.set_threshold(100_000, 20, 100)
-    torch._dynamo.config.run_gc_after_compile = False
 
 
 def fork(module: str, worker: str, call: Sequence[Any], seconds: float) -> int:
