@@ -334,6 +334,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="One seed, a short warm start and a sixth of the budget.")] = False,
     inner: Annotated[str, typer.Option(help="What compiles the graphs: inductor, aot_eager or eager.")] = "inductor",
     out: Annotated[Path, typer.Option(help="Folder for the plot and the figures.")] = Path("out/portool"),
+    resume: Annotated[bool, typer.Option(help="Take the seeds that an earlier run wrote into the folder.")] = False,
 ) -> None:
     """Teach a tiny model to use tools with GRPO and PORTool, and compare."""
     settings = Settings(budget=budget)
@@ -341,18 +342,29 @@ def main(
         seeds = 1
         settings = Settings(budget=budget // 6, warm_steps=180, held_out=50, evaluations=1)
     out.mkdir(parents=True, exist_ok=True)
-    figures = run(range(first_seed, first_seed + seeds), settings, inner, out / "seeds.jsonl")
+    figures = run(range(first_seed, first_seed + seeds), settings, inner, out / "seeds.jsonl", resume=resume)
     print_results(figures)
     (out / "figures.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
     draw_results(figures, out / "portool.png")
     print_line(f"saved: {out / 'figures.json'}, {out / 'portool.png'}")
 
 
-def run(seeds: Sequence[int], settings: Settings, inner: str, record: Path) -> dict[str, Any]:
+def run(seeds: Sequence[int], settings: Settings, inner: str, record: Path, *, resume: bool = False) -> dict[str, Any]:
     """Everything, with one compiled model for all seeds and methods.
 
-    Each seed's figures are written as they come; what a file has of these settings is not run again.
+    Args:
+        seeds: Of the runs.
+        settings: The same for all of them.
+        inner: The compiler of the graphs.
+        record: A line of figures per seed, written when the seed is done.
+        resume: Take the seeds that ``record`` has of the same settings, compiler and release of PyTorch.
     """
+    about = {"settings": asdict(settings), "inner": inner, "torch": torch.__version__}
+    found = read_record(record, about) if resume else {}
+    if taken := [str(seed) for seed in seeds if seed in found]:
+        print_line(f"from {record}: seeds {', '.join(taken)}")
+    if not resume:
+        record.write_text("", encoding="utf-8")
     started, busy = time.perf_counter(), sum(os.times()[:4])
     model = make_model(0)
     model.compile(backend="treefx", options={"inner": inner})
@@ -360,22 +372,19 @@ def run(seeds: Sequence[int], settings: Settings, inner: str, record: Path) -> d
         task = progress.add_task("compiling", total=None)
         compiling = {"treefx": compile_seconds(model)}
         progress.remove_task(task)
-        found = read_record(record, settings)
         batches: dict[str, list[Rollouts]] = {}
         for seed in seeds:
             if seed not in found:
                 found[seed], batches = run_seed(model, settings, seed, progress)
                 with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"settings": asdict(settings), **found[seed]}) + "\n")
-        if not batches:  # all seeds were on file
+                    file.write(json.dumps({**about, **found[seed]}) + "\n")
+        if not batches:  # every seed is on file, but no batch to time steps on
             _, batches = run_seed(model, replace(settings, budget=1), seeds[0], progress)
         progress.add_task("training steps on rows", total=None)
         batches = {name: spread_out(batches[name], 3) for name in COMPARED}
         timing, compiling["rows"] = time_steps(model, batches, settings, inner)
     return {
-        "settings": asdict(settings),
-        "inner": inner,
-        "torch": torch.__version__,
+        **about,
         "threads": torch.get_num_threads(),
         "seeds": [found[seed] for seed in seeds],
         "step_seconds": timing,
@@ -385,11 +394,12 @@ def run(seeds: Sequence[int], settings: Settings, inner: str, record: Path) -> d
     }
 
 
-def read_record(path: Path, settings: Settings) -> dict[int, dict[str, Any]]:
+def read_record(path: Path, about: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The figures of earlier runs with these settings, by seed."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines]
-    return {one["seed"]: one for one in found if one.pop("settings") == asdict(settings)}
+    same = [one for one in found if all(one[name] == value for name, value in about.items())]
+    return {one["seed"]: {name: value for name, value in one.items() if name not in about} for one in same}
 
 
 if __name__ == "__main__":

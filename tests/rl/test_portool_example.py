@@ -123,7 +123,9 @@ def test_intervals_are_those_of_students_t() -> None:
     assert mean == 1 and half == pytest.approx(4.303 / 3**0.5, rel=0.01)
 
 
-def test_a_small_run_of_the_whole(tmp_path: Path) -> None:
+def test_a_small_run_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run_seed = example.run_seed
     settings = example.Settings(
         demonstrations=16, warm_steps=4, warm_rows=4, budget=60, tasks=2, trajectories=3, max_steps=2, held_out=2,
         evaluations=1,
@@ -140,3 +142,11 @@ def test_a_small_run_of_the_whole(tmp_path: Path) -> None:
         assert course["trained_tokens"] < course["raw_tokens"]
     assert {course["success"][0] for course in seed["methods"].values()} == {seed["start_success"]}
     assert all(timing["error"] < 1e-4 for timing in figures["step_seconds"].values())
+    about = {name: figures[name] for name in ("settings", "inner", "torch")}
+    assert example.read_record(tmp_path / "seeds.jsonl", about) == {7: seed}
+    assert example.read_record(tmp_path / "seeds.jsonl", {**about, "inner": "inductor"}) == {}
+    monkeypatch.setattr(
+        example, "run_seed", lambda model, given, *rest: ran.append(given.budget) or run_seed(model, given, *rest)
+    )
+    again = example.run([7], settings, "eager", tmp_path / "seeds.jsonl", resume=True)
+    assert again["seeds"] == [seed] and ran == [1], "one update, for batches to time"
