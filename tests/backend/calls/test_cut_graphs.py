@@ -112,7 +112,7 @@ def test_all_graphs_share() -> None:
 def test_a_mask_from_in_front_of_the_cut(window: int | None) -> None:
     """Only hidden states say there how many columns there are."""
     pair = Pair(Masked(window).double())
-    for rows, length, side in ((4, 14, None), (5, 12, "right"))[window is not None :]:
+    for rows, length, side in ((4, 14, None), (5, 12, "right")):
         batch = batch_of(side, rows=rows, length=length)
         with in_case(f"{rows} rows, padded {side}"):
             stats = pair.check(step_of(batch)).stats

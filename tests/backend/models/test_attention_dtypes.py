@@ -11,8 +11,9 @@ from tests.oracle import compare
 BATCH = shared_batch(rows=4, length=20, shared=8)
 
 
-def test_a_model_in_bfloat16_with_scores_in_float32() -> None:
-    model = zoo("gptj", num_hidden_layers=1).to(torch.bfloat16)
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_models_in_bfloat16_with_scores_in_float32(name: str) -> None:
+    model = zoo(name, num_hidden_layers=1).to(torch.bfloat16)
     checked = compare(model, BATCH, tolerance=0.1, inner="aot_eager")
     assert_packed(checked, distinct_tokens(BATCH), layers=1)
 
