@@ -18,6 +18,14 @@ from treefx.tools.bench.zoo.run import _spread, check_model
 
 pytestmark = pytest.mark.zoo
 
+
+@pytest.fixture(autouse=True)
+def cached_results() -> Iterator[None]:
+    """With PyTorch's cache of results on fake tensors, as users have it; other tests trace without (``conftest``)."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
+        yield
+
+
 BATCH = shared_batch(rows=4, length=20, shared=8)
 
 
