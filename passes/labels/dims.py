@@ -16,6 +16,7 @@ __all__ = [
     "broadcast",
     "coalesce",
     "extent",
+    "has_only_row",
     "has_tokens",
     "insert",
     "is_keys",
@@ -23,6 +24,7 @@ __all__ = [
     "plain",
     "regroup",
     "resize",
+    "row_before_tokens",
     "same_tokens",
     "unrepeated",
     "with_keys",
@@ -46,6 +48,11 @@ def extent(dim: Sequence[Factor]) -> int:
 def has_tokens(dim: Sequence[Factor]) -> bool:
     """Whether a dimension holds a labelled factor."""
     return any(factor.axis is not Axis.PLAIN for factor in dim)
+
+
+def has_only_row(dim: Sequence[Factor]) -> bool:
+    """Whether a dimension begins with the row axis of a batch of one row."""
+    return bool(dim) and dim[0].axis is Axis.ROW and dim[0].size == 1
 
 
 def same_tokens(left: Sequence[Factor], right: Sequence[Factor]) -> bool:
@@ -121,16 +128,51 @@ def broadcast(operands: Sequence[Dims]) -> Dims:
     Raises:
         NoLaw: Two operands have different token axes at one position.
     """
+    places = sorted({place for dims in operands if (place := _place_of_only_row(dims)) is not None})
+    if len(places) > 1:  # [1, T] and [T]: an only row may stand in any dimension
+        dims = _broadcast([_without_row(dims) for dims in operands])
+        free = [place for place in places if not dims[place] or dims[place][0].axis is Axis.TOKEN]
+        place = (free or places)[0] % len(dims)
+        dims = dims[:place] + ((Factor(Axis.ROW, 1), *dims[place]),) + dims[place + 1 :]
+    else:
+        dims = _broadcast(operands)
+    labelled = [factor.axis for dim in dims for factor in dim if factor.axis is not Axis.PLAIN]
+    if len(labelled) != len(set(labelled)):
+        raise NoLaw("a broadcast pairs tokens with tokens")
+    return dims
+
+
+def _broadcast(operands: Sequence[Dims]) -> Dims:
     rank = max(len(dims) for dims in operands)
     result: list[tuple[Factor, ...]] = []
     for position in range(rank):
         choices = [dims[position - rank + len(dims)] for dims in operands if position - rank + len(dims) >= 0]
         result.append(_broadcast_dim([dim for dim in choices if dim]))
-    dims = tuple(result)
-    labelled = [factor.axis for dim in dims for factor in dim if factor.axis is not Axis.PLAIN]
-    if len(labelled) != len(set(labelled)):
-        raise NoLaw("a broadcast pairs tokens with tokens")
-    return dims
+    return tuple(result)
+
+
+def _place_of_only_row(dims: Dims) -> int | None:
+    """The dimension that holds the row axis of a batch of one row, counted from the end (-1 is the last)."""
+    return next((d - len(dims) for d, dim in enumerate(dims) for f in dim if f.axis is Axis.ROW and f.size == 1), None)
+
+
+def _without_row(dims: Dims) -> Dims:
+    return tuple(tuple(factor for factor in dim if factor.axis is not Axis.ROW) for dim in dims)
+
+
+def row_before_tokens(dims: Dims, position: int) -> Dims:
+    """Move the row axis of a batch of one row from a dimension of its own to that of the tokens.
+
+    Raises:
+        NoLaw: No dimension runs over tokens.
+    """
+    rest = dims[:position] + ((),) + dims[position + 1 :]
+    for d, dim in enumerate(rest):
+        axes = [factor.axis for factor in dim]
+        if Axis.TOKEN in axes:
+            at = axes.index(Axis.TOKEN)
+            return rest[:d] + ((*dim[:at], *dims[position], *dim[at:]),) + rest[d + 1 :]
+    raise NoLaw("expands a row axis of size one")
 
 
 def _broadcast_dim(choices: list[tuple[Factor, ...]]) -> tuple[Factor, ...]:

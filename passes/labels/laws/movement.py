@@ -68,9 +68,11 @@ def pad(call: Call) -> Fact:
 
 @law(aten.select)
 def select(call: Call) -> Fact:
-    """One index of a plain dimension."""
+    """One index of a plain dimension, or the only row of a batch."""
     source = call.node_arg(0)
     dim = call.arg(1, "dim") % len(call.dims(source))
+    if algebra.has_only_row(call.dims(source)[dim]) and len(call.dims(source)[dim]) == 1:
+        return call.result(algebra.regroup(call.dims(source), shape_of(call.node)))
     dims = algebra.resize(call.dims(source), dim, 1)
     return call.result(dims[:dim] + dims[dim + 1 :])
 

@@ -72,21 +72,26 @@ def copy(call: Call) -> Fact:
 
 @law(aten.unsqueeze)
 def unsqueeze(call: Call) -> Fact:
-    """A new dimension of size one is an empty product."""
-    source = call.node_arg(0)
-    return call.result(algebra.insert(call.dims(source), call.arg(1, "dim")))
+    """A new dimension of size one is an empty product, or the only row of a batch, in front of its tokens."""
+    dims, position = call.dims(call.node_arg(0)), call.arg(1, "dim")
+    position %= len(dims) + 1
+    if position < len(dims) and algebra.has_only_row(dims[position]) and len(dims[position]) > 1:
+        return call.result(algebra.regroup(dims, shape_of(call.node)))
+    return call.result(algebra.insert(dims, position))
 
 
 @law(aten.squeeze)
 def squeeze(call: Call) -> Fact:
-    """A dimension that is an empty product may go."""
+    """A dimension that is an empty product may go; that of an only row becomes one with the next."""
     source = call.node_arg(0)
     dims = call.dims(source)
     given = call.arg(1, "dim")
     where = range(len(dims)) if given is None else [given] if isinstance(given, int) else given
     gone = {d % len(dims) for d in where if shape_of(source)[d] == 1}
     if any(algebra.has_tokens(dims[d]) for d in gone):
-        raise NoLaw("squeezes a row or token axis of size one")
+        if not all(algebra.has_only_row(dims[d]) for d in gone if dims[d]):
+            raise NoLaw("squeezes a token axis of size one")
+        return call.result(algebra.regroup(dims, shape_of(call.node)))
     return call.result(tuple(dim for d, dim in enumerate(dims) if d not in gone))
 
 
@@ -100,6 +105,9 @@ def expand(call: Call) -> Fact:
 
 def _expanded(dims: Dims, shape: Sequence[int]) -> Dims:
     """Dimensions of size one expanded to plain ones along which nothing varies."""
+    for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        if size != 1 and len(dim) == 1 and algebra.has_only_row(dim):
+            dims = algebra.row_before_tokens(dims, d)
     result = []
     for dim, size in zip(dims, shape, strict=True):
         if algebra.extent(dim) != size and algebra.has_tokens(dim):
