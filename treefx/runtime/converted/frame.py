@@ -175,9 +175,10 @@ def _calls(given: Mapping[str, Any], kinds: Sequence[str]) -> tuple[dict[str, An
 def _noted(
     owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any], result: Callable[[Tensor], Any] = _RESULTS[0]
 ) -> list[tuple[Any, ...]]:
-    """Record the inputs of each block and the owner's results.
+    """Record the inputs of each block, those of linear layers between blocks, and the owner's results.
 
-    Blocks return a ``result`` of the hidden states they get.
+    Blocks return a ``result`` of the hidden states they get; linear layers return their first feature, as many times
+    as they have features: a product would round otherwise on another number of tokens.
     """
     notes: list[tuple[Any, ...]] = []
 
@@ -188,15 +189,32 @@ def _noted(
 
         return forward
 
+    def noting_features(name: str, features: int) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            notes.append((name, (x,), {}))
+            return x[..., :1].expand(*x.shape[:-1], features)
+
+        return forward
+
     attributes = Attributes(owner)
     try:
         with ExitStack() as stack:
             for name in blocks:
                 stack.enter_context(replaced(owner.get_submodule(name), noting(name)))
+            for name, linear in _linears(owner, blocks):
+                stack.enter_context(replaced(linear, noting_features(name, linear.out_features)))
             notes.append(("output", (), dict(owner(**inputs))))
     finally:
         attributes.restore()  # the copy has lists and dictionaries in common with its original
     return notes
+
+
+def _linears(owner: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers outside of blocks that run PyTorch's own code."""
+    for name, module in owner.named_modules():
+        is_own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if is_own and "forward" not in module.__dict__ and not any(name.startswith(f"{block}.") for block in blocks):
+            yield name, module
 
 
 def cache_matters(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) -> bool:
