@@ -23,7 +23,8 @@ from treefx.data import packed_batches
 from treefx.errors import ConfigError, InputError, UnsupportedError
 from treefx.integrations.torchtitan.attention import read_trees
 from treefx.integrations.torchtitan.conversion import convert
-from treefx.integrations.torchtitan.training import compile_blocks, convert_by_name, convert_trainers
+from treefx.integrations.torchtitan.training import compile_blocks, convert_by_name, convert_policies, convert_trainers
+from treefx.runtime.converted import frame
 
 START = [3, 4, 5, 6, 7, 8, 9]
 DOCUMENTS = [[*START[:n], *(10 + (5 * n + i) % 20 for i in range(2 + n % 3))] for n in (7, 7, 6, 5, 7, 6, 3, 4)]
@@ -154,10 +155,13 @@ def test_several_micro_batches_before_one_backward() -> None:
     check(model, twin, lambda run: torch.stack([loss(run, item) for item in given]).sum())
 
 
-def test_one_row_runs_as_it_is() -> None:
+def test_batches_of_one_row_and_of_more_alternate() -> None:
+    """The first call's graph looks positions up without a dimension of rows, the next one with it."""
     model, twin = decoder()
-    stats = check(model, twin, lambda run: loss(run, batch(1, 64)))
-    assert stats["ran"] == "ordinary" and "a batch of one row" in stats["fallback"]
+    for rows, columns in ((1, 64), (2, 32), (1, 48), (3, 24)):
+        given = batch(rows, columns)
+        stats = check(model, twin, lambda run, given=given: loss(run, given))  # type: ignore[misc]
+        assert stats["ran"] == "packed" and stats["tokens"] == trie(given)
 
 
 def test_little_sharing_runs_on_rows() -> None:
@@ -276,6 +280,50 @@ def test_the_backend_s_name_converts(backend: str | None, expected: bool) -> Non
     convert_by_name(module)
     convert_by_name(module)  # once
     assert shares(module.Trainer(configuration(backend))) is expected
+
+
+@pytest.mark.parametrize(("by_default", "backend", "expected"), [(True, None, True), (False, "inductor", False)])
+def test_policies_of_reinforcement_learning_share(by_default: bool, backend: str | None, expected: bool) -> None:
+    """Batches of one row, logits in, metrics of this rank out."""
+    module = SimpleNamespace(PolicyTrainer=type("PolicyTrainer", (titan.PolicyTrainer,), {}))
+    for _ in range(2):
+        convert_policies(module, by_default=by_default)
+    policy = module.PolicyTrainer(configuration(backend))
+    given = batch(1, 64)
+    metrics = policy.forward_backward(given)
+    twin = titan.Decoder(titan.FlexAttention)
+    twin.load_state_dict(policy.model_parts[0].state_dict())
+    assert metrics["loss/mean"] == pytest.approx(float(loss(twin, given).detach()), rel=1e-5)
+    assert ("treefx/sharing" in metrics) is expected
+    assert not expected or metrics["treefx/sharing"] == pytest.approx(64 / trie(given))
+
+
+def test_a_head_whose_products_round_by_the_number_of_tokens_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head inside of the decoder: logits of the packed row differ from those of rows by rounding."""
+    noted, linear = frame._noted, F.linear
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(F, "linear", lambda x, *weights: linear(x, *weights) * (1 + 1e-5 * x.shape[1]))
+            return noted(*args, **kwargs)
+
+    monkeypatch.setattr(frame, "_noted", rounded)
+    hooked = titan.module()
+    read_trees(hooked)
+    model = titan.Decoder(hooked.FlexAttention)
+    model._skip_lm_head = False
+    convert(model)
+    ids, positions, _ = given = batch(2, 32)
+    model(ids, positions=positions, attention_masks=model.get_attention_masks(positions))
+    stats = treefx.inspect(model).stats
+    assert stats["ran"] == "packed" and stats["tokens"] == trie(given)
+
+
+def test_policies_under_other_parallelism_are_refused_by_name() -> None:
+    module = SimpleNamespace(PolicyTrainer=type("PolicyTrainer", (titan.PolicyTrainer,), {}))
+    convert_policies(module, by_default=False)
+    with pytest.raises(UnsupportedError, match="got tensor parallelism"):
+        module.PolicyTrainer(configuration("treefx", tp_enabled=True))
 
 
 def test_treefx_run_converts_whatever_compiles_the_blocks() -> None:

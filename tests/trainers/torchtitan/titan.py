@@ -12,6 +12,7 @@ __all__ = [
     "BlockMask",
     "Decoder",
     "FlexAttention",
+    "PolicyTrainer",
     "ScaledDotProductAttention",
     "Trainer",
     "VarlenAttention",
@@ -145,6 +146,9 @@ class TransformerBlock(nn.Module):
 class Decoder(nn.Module):
     """Tokens and positions [B, L]."""
 
+    _skip_lm_head = True
+    """As a loss in chunks sets it: hidden states come out, and logits otherwise."""
+
     def __init__(self, make_inner: Callable[[], nn.Module], layers: int = 2) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
@@ -155,7 +159,8 @@ class Decoder(nn.Module):
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, attention_masks, positions)
-        return self.norm(h)
+        h = self.norm(h)
+        return h if self._skip_lm_head else self.lm_head(h)
 
     def get_attention_masks(self, positions: Tensor) -> Any:
         if any("VarlenAttention" in type(part).__name__ for part in self.modules()):
@@ -195,3 +200,26 @@ class Trainer:
         self.parallel_dims = parallel_dims(**config.dims)
         self.model_parts = [config.model]
         self.metrics_processor = SimpleNamespace(log=lambda step, extra_metrics=None: self.logged.append(extra_metrics))
+
+
+class PolicyTrainer:
+    """What of ``experiments/rl/actors/trainer.py`` is hooked: its calls of the model, and the metrics it returns."""
+
+    def __init__(self, config: Any) -> None:
+        self.compile_config, self.parallel_dims = config.compile, parallel_dims(**config.dims)
+        self.model_parts = [config.model]
+        config.model._skip_lm_head = False
+
+    def reduce_forward_backward_metrics(
+        self, *, sum_reduced_metrics: dict[str, Tensor], max_reduced_metrics: dict[str, Tensor]
+    ) -> dict[str, float]:
+        return {name: float(value.detach()) for name, value in (sum_reduced_metrics | max_reduced_metrics).items()}
+
+    def forward_backward(self, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+        token_ids, positions, labels = batch
+        model = self.model_parts[0]
+        attention_masks = model.get_attention_masks(positions)
+        pred = model(token_ids, attention_masks=attention_masks, positions=positions)
+        loss = F.cross_entropy(pred.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+        return self.reduce_forward_backward_metrics(sum_reduced_metrics={"loss/mean": loss}, max_reduced_metrics={})

@@ -99,6 +99,11 @@ def _convert_trainers(module: ModuleType) -> None:
     seam.convert_trainers(module, by_default=True, options=_WANTED.get("options"))
 
 
+def _convert_policies(module: ModuleType) -> None:
+    seam = importlib.import_module("treefx.integrations.torchtitan.training")
+    seam.convert_policies(module, by_default=True, options=_WANTED.get("options"))
+
+
 def _compile_whole(module: ModuleType) -> None:
     importlib.import_module("treefx.integrations.torchtune").compile_whole(module, _WANTED.get("options"))
 
@@ -133,6 +138,7 @@ _HOOKS: Hooks = {
     "skyrl.backends.skyrl_train.workers.model_wrapper": _convert_wrappers,
     "torchtitan.models.common.attention": _read_trees,
     "torchtitan.distributed.compile": _compile_blocks,
+    "torchtitan.experiments.rl.actors.trainer": _convert_policies,
     "torchtitan.trainer": _convert_trainers,
     "torchtune.training._compile": _compile_whole,
     "trl.experimental.async_grpo.async_grpo_trainer": _check_models,

@@ -69,8 +69,7 @@ def convert(decoder: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
     Its blocks may be compiled, checkpointed and sharded by ``fully_shard``; not cut into stages, nor sharded by
     sequence or heads. It returns rows again, so LM head and loss are the trainer's. The first call proves that results
     on a tree equal those on rows, as ``treefx.convert`` does; calls whose masks are not those that
-    ``get_attention_masks`` made of their positions run on rows, as do batches of one row, and
-    ``treefx.inspect(decoder)`` says why.
+    ``get_attention_masks`` made of their positions run on rows, and ``treefx.inspect(decoder)`` says why.
 
     Args:
         decoder: The model of torchtitan, after `attention.read_trees`.
@@ -123,9 +122,6 @@ def _keep_forwards(decoder: nn.Module) -> None:
         module.__dict__[UNWRAPPED] = MethodType(type(module).forward, module)
 
 
-_ONE_ROW = "a batch of one row, whose positions torchtitan looks up without a dimension of rows; two or more share"
-
-
 class _Conversion:
     """Hooks of one decoder."""
 
@@ -142,7 +138,7 @@ class _Conversion:
         names = ("tokens", "positions", "attention_masks")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         positions, masks = given.get("positions"), given.get("attention_masks")
-        reason = _ONE_ROW if positions is not None and len(positions) == 1 else self._doubt(positions, masks)
+        reason = self._doubt(positions, masks)
         ids = given.get("tokens") if reason is None else None
         found = self._hooks.before(self._rows, (), {"input_ids": ids, "position_ids": positions})
         if reason is not None:

@@ -15,7 +15,7 @@ from treefx.integrations.torchtitan.conversion import ONLY_DATA, convert, other_
 from treefx.reason_codes import marked
 from treefx.refusal_codes import TRAINER
 
-__all__ = ["HOOKS", "compile_blocks", "convert_by_name", "convert_trainers"]
+__all__ = ["HOOKS", "compile_blocks", "convert_by_name", "convert_policies", "convert_trainers"]
 
 _NAME = "treefx"
 _log = logging.getLogger("treefx")
@@ -54,7 +54,27 @@ def convert_trainers(module: Any, *, by_default: bool, options: Mapping[str, Any
         by_default: also where the configuration does not name the backend.
         options: fields of `treefx.Config`; ``min_sharing`` is the one that matters here.
     """
-    make = module.Trainer.__init__
+    _convert_after_init(module.Trainer, lambda made: made.config.compile, _log_sharing, by_default, options)
+
+
+def convert_policies(module: Any, *, by_default: bool, options: Mapping[str, Any] | None = None) -> None:
+    """Convert the models of policy trainers (reinforcement learning), in this process from now on.
+
+    Args:
+        module: ``torchtitan.experiments.rl.actors.trainer``.
+        by_default, options: as of `convert_trainers`.
+    """
+    _convert_after_init(module.PolicyTrainer, lambda made: made.compile_config, _return_sharing, by_default, options)
+
+
+def _convert_after_init(
+    trainers: Any,
+    compiling_of: Callable[[Any], Any],
+    report: Callable[[Any], None],
+    by_default: bool,
+    options: Mapping[str, Any] | None,
+) -> None:
+    make = trainers.__init__
     if hasattr(make, "treefx"):
         return
     chosen = {name: value for name, value in (options or {}).items() if name == "min_sharing"}
@@ -62,11 +82,13 @@ def convert_trainers(module: Any, *, by_default: bool, options: Mapping[str, Any
     @functools.wraps(make)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        compiling = self.config.compile
+        compiling = compiling_of(self)
         named = bool(compiling.enable and compiling.backend == _NAME)
         reason = other_parallelism(self.parallel_dims)
         if reason is None and (named or by_default):
-            _convert(self, chosen)
+            for part in self.model_parts:
+                convert(part, **chosen)
+            report(self)
         elif named:
             raise UnsupportedError(ONLY_DATA.format(reason))
         elif by_default:
@@ -74,24 +96,36 @@ def convert_trainers(module: Any, *, by_default: bool, options: Mapping[str, Any
             _log.warning(text, reason, marked(TRAINER))
 
     setattr(init, "treefx", True)
-    module.Trainer.__init__ = init
+    trainers.__init__ = init
 
 
-def _convert(trainer: Any, options: Mapping[str, Any]) -> None:
-    for part in trainer.model_parts:
-        convert(part, **options)
+def _log_sharing(trainer: Any) -> None:
     processor, model = trainer.metrics_processor, trainer.model_parts[0]
     log = processor.log
 
     @functools.wraps(log)
     def with_sharing(*args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-        try:
-            ours = metrics_of(inspect(model).stats)
-        except InputError:  # nothing has run
-            ours = {}
-        return log(*args, extra_metrics={**(extra_metrics or {}), **ours}, **kwargs)
+        return log(*args, extra_metrics={**(extra_metrics or {}), **_metrics(model)}, **kwargs)
 
     processor.log = with_sharing
+
+
+def _return_sharing(trainer: Any) -> None:
+    """Add this rank's sharing to the metrics that a forward and backward return."""
+    reduce, model = trainer.reduce_forward_backward_metrics, trainer.model_parts[0]
+
+    @functools.wraps(reduce)
+    def with_sharing(**kwargs: Any) -> dict[str, float]:
+        return {**reduce(**kwargs), **_metrics(model)}
+
+    trainer.reduce_forward_backward_metrics = with_sharing
+
+
+def _metrics(model: Any) -> dict[str, float]:
+    try:
+        return metrics_of(inspect(model).stats)
+    except InputError:  # nothing has run
+        return {}
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {
