@@ -54,7 +54,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "raw_tokens": int, "tokens": int, "distinct_tokens": int, "attention_rewritten": int, "packed_share": float,
         "packed_share_of_all": float, "expansions": _Records, "note": str | None,
         "float64_errors": tuple[float, float] | None, "batches": _Records, "compiles": int, "code": str,
-        "line": str, "seconds": float,
+        "line": str, "seconds": float, "exactness": float | None,
     },
     "treefx.fuzz/1": {
         "programs": int, "seconds": float, "classes": dict[str, int], "families": dict[str, dict[str, int]],

@@ -16,7 +16,7 @@ from treefx.errors import UnsupportedError
 from treefx.runtime.records import find
 from treefx.tools.bench.zoo import run as zoo
 from treefx.tools.bench.zoo.batches import zoo_batches
-from treefx.tools.bench.zoo.exact import in_float64, sizes_of_sums
+from treefx.tools.bench.zoo.exact import compiled_in_float64, in_float64, sizes_of_sums
 from treefx.tools.bench.zoo.flop_share import flop_share
 from treefx.tools.bench.zoo.models import VOCABULARY, WithLoss, ZooModel, zoo_models
 
@@ -102,6 +102,31 @@ def test_wrong_gradients_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 1 and row["verdict"] == "wrong"
     assert row["gradient_error"] == pytest.approx(0.059, rel=1e-2)
     assert row["float64_errors"][0] > 100 * row["float64_errors"][1] and "1.5 are allowed" in row["note"]
+
+
+@pytest.mark.parametrize(
+    ("off", "verdict"),
+    [((2.5e-5, 0.0), "rounds"), ((2.5e-5, 1e-8), "wrong"), ((5e-5, 0.0), "wrong"), ((1.2e-5, 1e-8), "rows")],
+)
+def test_rounding_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch, off: tuple[float, float], verdict: str) -> None:
+    """Eager's float32 is off by 1e-5; treefx is off by the first number in float32, by the second in float64."""
+    original = zoo.take_step
+
+    def skewed(model: nn.Module, call: Any, batch: Any) -> Any:
+        loss, gradients = original(model, call, batch)
+        if loss.dtype is torch.float64:
+            factor = 1.0 if call is model else 1.0 + off[1]
+        else:
+            factor = 1.0 + (1e-5 if call is model else off[0])
+        return loss, {name: grad * factor for name, grad in gradients.items()}
+
+    monkeypatch.setattr(zoo, "take_step", skewed)
+    monkeypatch.setattr(zoo, "_TOLERANCE", 1e-6)
+    _only(monkeypatch, lambda: WithLoss(Pooled(lambda x: x)))
+    code, text = _run("--json")
+    (row,) = json.loads(text)
+    assert row["verdict"] == verdict and code == (verdict == "wrong")
+    assert row["exactness"] == (None if off[0] != 2.5e-5 else pytest.approx(off[1], abs=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +219,17 @@ def test_casts_to_float32_are_lifted() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     got = in_float64(Casts(), lambda model: model(x))
     torch.testing.assert_close(got, x.softmax(-1), rtol=1e-15, atol=0)
+
+
+def test_casts_in_compiled_graphs_are_lifted() -> None:
+    class Casts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.float().softmax(-1, dtype=torch.float32).to(torch.float32)
+            return torch.stack([y, torch.zeros(2, 3, dtype=torch.float32)]).type_as(y)
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    got = compiled_in_float64(Casts(), "eager", lambda model, call: call(x))
+    torch.testing.assert_close(got[0], x.softmax(-1), rtol=1e-15, atol=0)
 
 
 def test_sizes_of_what_rows_contribute() -> None:

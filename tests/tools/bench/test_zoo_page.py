@@ -22,6 +22,7 @@ ROWS = [
         "half", "here", "partly", 0.0, 1e-6, 184, 150, 84, 1, 0.5, 0.4, code="TFX104", line="a.py:3: x.cumsum(1)",
         expansions=[{"op": "aten.cumsum.default", "reason": "mixes | positions", "contracted": False}],
     ),
+    ZooRow("near", "here", "rounds", 0.0, 2e-5, 184, 111, 84, 2, 1.0, 1.0, note="1.60 times", exactness=1e-13),
     ZooRow("gone", "here", "crashed", note="RuntimeError: broken"),
 ]  # fmt: skip
 
@@ -37,9 +38,10 @@ def test_the_page_counts_what_is_packed_and_names_the_rest(tmp_path: Path) -> No
     records = _record(tmp_path / "a.json", "aot_eager", ROWS), _record(tmp_path / "b.json", "inductor", ROWS[:1])
     text = page(records)
     assert (
-        "4 models: **2 run at least 95%" in text
+        "5 models: **2 run at least 95%" in text
         and "0 are wrong, 1 crash" in text
         and "With inductor: 1 models, 1" in text
+        and "- Exact in float64, but further from it in float32 than 1.5 times eager: near." in text
     )
     packed, others = text.split("## Models with products on rows")
     assert "| llama | transformers | 111 of 184 | 100% | 1e-06 | packed, 1e-06 |" in packed and "| nearly |" in packed
@@ -47,6 +49,7 @@ def test_the_page_counts_what_is_packed_and_names_the_rest(tmp_path: Path) -> No
         "| 40% | [TFX104](troubleshooting.md#tfx104) | `a.py:3: x.cumsum(1)` | aten.cumsum.default: mixes / positions |"
         in others
     )
+    assert "| near | exact in float64; rounds more than eager in float32 | 100% |  |  | 1.60 times |" in others
     assert "| gone | crashed | 0% |  |  | RuntimeError: broken |" in others and "- encoders: bert," in others
     main([tmp_path / "models.md", *records])
     assert (tmp_path / "models.md").read_text() == text

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
+from treefx.backend import treefx as backend
 from treefx.data import IGNORED, Batch
 
-__all__ = ["Step", "in_float64", "sizes_of_sums", "take_step"]
+__all__ = ["Step", "compiled_in_float64", "in_float64", "sizes_of_sums", "take_step"]
 
 _T = TypeVar("_T")
 Step = tuple[Tensor, dict[str, Tensor]]
@@ -45,9 +48,7 @@ class _Wider(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.float:
             return args[0].double()
-        wide = tuple(torch.float64 if item is torch.float32 else item for item in args)
-        named = {name: torch.float64 if item is torch.float32 else item for name, item in (kwargs or {}).items()}
-        return func(*wide, **named)
+        return func(*map(_wide, args), **{name: _wide(item) for name, item in (kwargs or {}).items()})
 
 
 def in_float64(model: nn.Module, step: Callable[[nn.Module], _T]) -> _T:
@@ -56,17 +57,58 @@ def in_float64(model: nn.Module, step: Callable[[nn.Module], _T]) -> _T:
     Raises:
         RuntimeError: An operator of the model has no float64 form.
     """
+    with _double(model, experts="eager") as twin, _Wider():
+        return step(twin)
+
+
+def compiled_in_float64(model: nn.Module, inner: str, step: Callable[[nn.Module, Callable[..., Any]], _T]) -> _T:
+    """Run a step through treefx on a float64 copy of a model, casts to float32 lifted in Dynamo's graphs.
+
+    Args:
+        model: Not changed.
+        inner: Inner compiler of treefx.
+        step: Given the copy, and the copy compiled.
+
+    Raises:
+        RuntimeError: An operator of the model has no float64 form.
+    """
+
+    def widened(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return backend(_widen(gm), inputs, options={"inner": inner, "min_sharing": 1.0})
+
+    with _double(model, experts="batched_mm") as twin:  # a loop over experts has no graph
+        return step(twin, torch.compile(twin, backend=widened))
+
+
+@contextlib.contextmanager
+def _double(model: nn.Module, *, experts: str) -> Iterator[nn.Module]:
+    """A float64 copy of a model, while numbers that it makes are float64, such as the least one of its dtype."""
     twin = copy.deepcopy(model).double()
     choose_experts: Any = getattr(twin, "set_experts_implementation", None)
     if choose_experts is not None:
-        choose_experts("eager")  # the grouped product of experts has no float64
+        choose_experts(experts)  # the grouped product of experts has no float64
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # of numbers that a model makes, such as the least one of its dtype
+    torch.set_default_dtype(torch.float64)
     try:
-        with _Wider():
-            return step(twin)
+        yield twin
     finally:
         torch.set_default_dtype(before)
+
+
+def _wide(item: Any) -> Any:
+    return torch.float64 if item is torch.float32 else item
+
+
+def _widen(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace float32 by float64 in Dynamo's graph, as `_Wider` does in eager execution."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.args, node.kwargs = tree_map(_wide, tuple(node.args)), tree_map(_wide, dict(node.kwargs))
+                if node.op == "call_method" and node.target == "float":
+                    node.target = "double"
+            module.recompile()
+    return gm
 
 
 def sizes_of_sums(

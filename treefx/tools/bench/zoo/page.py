@@ -27,6 +27,7 @@ _MEANINGS = {
     "refused": "refused by name",
     "fails in PyTorch": "eager, or torch.compile without treefx, fails",
     "crashed": "crashed",
+    "rounds": "exact in float64; rounds more than eager in float32",
     "wrong": "wrong",
     "not installed": "the library is not installed",
 }
@@ -69,6 +70,8 @@ def _head(
     yield f"- {len(rows)} models: **{len(packed)} run at least {ENOUGH:.0%} of their floating-point operations once per"
     yield f"  distinct token**, {counts['wrong']} are wrong, {counts['crashed']} crash where"
     yield "  `torch.compile` alone does not."
+    if rounds := [row.model for row in rows if row.verdict == "rounds"]:
+        yield f"- Exact in float64, but further from it in float32 than 1.5 times eager: {', '.join(rounds)}."
     if missing := [model.name for model in zoo_models() if model.name not in {row.model for row in rows}]:
         yield f"- Not in this record: {', '.join(missing)}."
     if with_inductor:

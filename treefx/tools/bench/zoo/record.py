@@ -16,7 +16,7 @@ from treefx.tools.bench.zoo.run import ZooRow
 
 __all__ = ["ZooRecord", "conditions"]
 
-_FINAL = ("packed", "partly", "rows", "refused", "fails in PyTorch")
+_FINAL = ("packed", "partly", "rows", "refused", "fails in PyTorch", "rounds")
 """Verdicts that a resumed run keeps; what was wrong, crashed or not installed is checked again."""
 
 

@@ -24,7 +24,7 @@ from treefx.errors import InputError, TreefxError
 from treefx.runtime.records import find
 from treefx.tools.bench.job.processes import Failure, Note, each_apart
 from treefx.tools.bench.zoo.batches import zoo_batches
-from treefx.tools.bench.zoo.exact import Step, in_float64, sizes_of_sums, take_step
+from treefx.tools.bench.zoo.exact import Step, compiled_in_float64, in_float64, sizes_of_sums, take_step
 from treefx.tools.bench.zoo.flop_share import FlopShare, flop_share
 from treefx.tools.bench.zoo.models import ZooModel, zoo_models
 
@@ -35,10 +35,16 @@ _SMALLEST = 1e-3
 """Gradients below this share of the model's largest are judged against it: some are zero but for rounding."""
 _ROUNDING = 1.5
 """How much further from float64 than eager a result beyond the tolerance may be."""
-VERDICTS = ("packed", "partly", "rows", "refused", "fails in PyTorch", "wrong", "crashed", "not installed")
+_LARGEST = 1e-3
+"""What no rounding may exceed."""
+_COARSE = 4.0
+"""How much further where the step in float64 is exact."""
+_EXACT = 1e-10
+VERDICTS = ("packed", "partly", "rows", "refused", "fails in PyTorch", "rounds", "wrong", "crashed", "not installed")
 """From best to worst. "packed": exact, all attention and products with parameters once per distinct token; "partly":
 exact, some of them on rows; "rows": exact, nothing packed; "refused": by name, by treefx; "fails in PyTorch": eager, or
-torch.compile with the inner compiler alone, fails too; the last: no result."""
+torch.compile with the inner compiler alone, fails too; "rounds": exact in float64 (1e-10), and in float32 1.5 to 4
+times as far from it as eager; the last: no result."""
 LONGEST_CHECK = 3600.0
 """Seconds after which a process that checks a model is taken to hang."""
 _CHECKS_PER_PROCESS = 12
@@ -74,6 +80,8 @@ class ZooBatch:
     code: str = ""
     """The code of what runs on rows, and the line of the model: of everything, or of the first operator."""
     line: str = ""
+    exactness: float | None = None
+    """Largest error of treefx in float64, relative as above; measured where float32 rounds more than eager may."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,8 @@ class ZooRow:
     line: str = ""
     seconds: float = 0.0
     """Time of the check, compilation included."""
+    exactness: float | None = None
+    """The largest of the batches."""
 
 
 def choose(names: Sequence[str]) -> list[ZooModel]:
@@ -215,6 +225,8 @@ def _check(model: ZooModel, inner: str, batches: int) -> ZooRow:
             results.append(_without_result(shape, error))
             if results[-1].verdict == "crashed" and _fails_alone(original, inner, batch):
                 results[-1] = replace(results[-1], verdict="fails in PyTorch")
+        if results[-1].verdict == "wrong":
+            results[-1] = _judged_in_float64(results[-1], original, inner, batch)
     return _worst(model, results)
 
 
@@ -260,6 +272,7 @@ def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
         max((batch.compiles for batch in batches), default=0),
         worst.code,
         worst.line,
+        exactness=max((batch.exactness for batch in ran if batch.exactness is not None), default=None),
     )
 
 
@@ -288,13 +301,35 @@ def _compare(original: nn.Module, twin: nn.Module, compiled: Any, shape: str, ba
 
 def _float64_errors(original: nn.Module, batch: Batch, steps: tuple[Step, Step]) -> tuple[float, float]:
     """The largest error of each of two steps against float64."""
+    expected, sizes = _exact_step(original, batch)
+    first, second = (max(_errors(step, expected, sizes)) for step in steps)
+    return first, second
+
+
+def _exact_step(original: nn.Module, batch: Batch) -> tuple[Step, dict[str, float]]:
+    """Eager's step in float64, and the sizes of what rows contribute to its gradients."""
 
     def exact(part: Batch) -> Step:
         return in_float64(original, lambda model: take_step(model, model, part))
 
-    expected, sizes = exact(batch), sizes_of_sums(original, lambda part: exact(part)[1], batch)
-    first, second = (max(_errors(step, expected, sizes)) for step in steps)
-    return first, second
+    return exact(batch), sizes_of_sums(original, lambda part: exact(part)[1], batch)
+
+
+def _judged_in_float64(found: ZooBatch, original: nn.Module, inner: str, batch: Batch) -> ZooBatch:
+    """Tell rounding in float32 from wrong results: in float64, treefx itself has to be exact."""
+    if found.float64_errors is None or found.loss_error is None or found.loss_error > _TOLERANCE:
+        return found
+    ours, eager = found.float64_errors
+    if ours > _COARSE * eager or ours > _LARGEST:
+        return found
+    expected, sizes = _exact_step(original, batch)
+    try:
+        got = compiled_in_float64(original, inner, lambda model, call: take_step(model, call, batch))
+    except Exception as error:  # a float32 kernel, for example: nothing takes the verdict back
+        return replace(found, note=f"{found.note}; in float64: {type(error).__name__}")
+    exactness = max(_errors(got, expected, sizes))
+    note = f"{found.note}; in float64 it is off by {exactness:.0e}"
+    return replace(found, verdict="rounds" if exactness <= _EXACT else "wrong", exactness=exactness, note=note)
 
 
 def _errors(got: Step, expected: Step, sizes: Mapping[str, float] = MappingProxyType({})) -> tuple[float, float]:
@@ -394,4 +429,4 @@ def _as_near_as_eager(row: ZooBatch) -> bool:
     """
     assert row.float64_errors is not None and row.loss_error is not None
     ours, eager = row.float64_errors
-    return row.loss_error <= _TOLERANCE and (ours <= _TOLERANCE or ours <= _ROUNDING * eager <= 1e-3)
+    return row.loss_error <= _TOLERANCE and (ours <= _TOLERANCE or ours <= _ROUNDING * eager <= _LARGEST)
