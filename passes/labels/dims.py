@@ -161,7 +161,7 @@ def _without_row(dims: Dims) -> Dims:
 
 
 def row_before_tokens(dims: Dims, position: int) -> Dims:
-    """Move the row axis of a batch of one row from a dimension of its own to that of the tokens.
+    """Move the row axis of a batch of one row from a separate dimension to that of the tokens.
 
     Raises:
         NoLaw: No dimension runs over tokens.

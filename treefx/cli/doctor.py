@@ -66,10 +66,11 @@ def doctor(
     projections, MLPs, experts and heads that ran once per distinct token, what was expanded to rows and
     why, and how often the model was compiled.
     Where float32 results differ by more than 1e-5, as gradients do that are sums which all but cancel,
-    both are compared with float64, and treefx may be 1.5 times as far off as eager; the gradient of a
-    parameter that is one number is judged against the sizes of what rows contribute to it. Models of a
-    library that is not installed say so (pip install 'treefx[examples]' brings transformers; litgpt,
-    torchtune and x-transformers are yours).
+    both are compared with float64, and treefx may be 1.5 times as far off as eager; a model beyond that
+    whose step in float64 is exact "rounds", and is not called wrong. The gradient of a parameter that is
+    one number is judged against the sizes of what rows contribute to it. Models of a library that is not
+    installed say so (pip install 'treefx[examples]' brings transformers; litgpt, torchtune and
+    x-transformers are yours).
     """
     if code:
         from treefx.tools.troubleshooting import entry_of

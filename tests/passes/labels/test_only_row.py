@@ -1,4 +1,4 @@
-"""A batch of one packed row: its row axis may stand anywhere, or in no dimension of its own."""
+"""A batch of one packed row: its row axis may stand anywhere, alone or with the tokens."""
 
 import pytest
 import torch
