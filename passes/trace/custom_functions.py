@@ -1,11 +1,15 @@
 """Keep the user's ``autograd.Function`` whole: two bodies become one operator.
 
-Both bodies are traced to functional ATen for the shapes of the call. Sizes among their inputs and saved values are
-numbers then, in-place operators are gone, and the bodies' computation can be read off (``gradient_laws``).
+Dynamo hands over two graphs, or the function itself, where it runs inside of code that Dynamo does not read
+(``allow_in_graph``, ``nonstrict_trace``). Both bodies are traced to functional ATen for the shapes of the call. Sizes
+among their inputs and saved values are numbers then, in-place operators are gone, and the bodies' computation can be
+read off (``gradient_laws``).
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +20,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import disable_functional_mode
+from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treefx.passes.trace import opaque_ops
 
-__all__ = ["call_custom_function"]
+__all__ = ["call_applied", "call_custom_function"]
 
 aten = torch.ops.aten
 Trace = Callable[[Callable[..., Any], Sequence[Tensor], FakeTensorMode], fx.GraphModule]
@@ -49,10 +55,100 @@ def call_custom_function(
         NotImplementedError: It changes an input.
     """
     if dirty_idx:
-        raise NotImplementedError("an autograd.Function marks an input dirty; return a new tensor instead")
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
+        raise NotImplementedError(_DIRTY)
+    bodies = _bodies(trace, fx.Interpreter(forward).run, fx.Interpreter(backward).run, inputs)
+    return _call(bodies, inputs, non_differentiable_idx)
+
+
+def call_applied(trace: Trace, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an ``autograd.Function`` that is given as a class, as one operator.
+
+    Args:
+        trace: As above.
+        function: The class.
+        args, kwargs: The arguments of its ``apply``: tensors, and anything else.
+
+    Raises:
+        NotImplementedError: It changes an input, or returns or saves a tensor subclass.
+    """
+    applied = _Applied(function)
+    inputs = applied.bind(args, kwargs)
+    bodies = _bodies(trace, applied.forward, applied.backward, inputs)
+    return _call(bodies, inputs, applied.non_differentiable)
+
+
+_DIRTY = "an autograd.Function marks an input dirty; return a new tensor instead"
+
+
+class _Applied:
+    """The bodies of an ``autograd.Function``, with what its forward leaves to its backward between them."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._left = function, _Context(())
+        self._is_split = function.setup_context is not torch.autograd.Function.setup_context
+        self.non_differentiable: list[int] = []
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """The arguments by position, as PyTorch binds them."""
+        if not self._is_split:
+            return args
+        bound = inspect.signature(self._function.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return the outputs and the saved values."""
+        ctx = _Context(tuple(isinstance(x, Tensor) and x.is_floating_point() for x in inputs))
+        if self._is_split:
+            outputs = self._function.forward(*inputs)
+            self._function.setup_context(ctx, inputs, outputs)
+        else:
+            outputs = self._function.forward(ctx, *inputs)
+        if ctx.dirty_tensors:
+            raise NotImplementedError(_DIRTY)
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        constant = ctx.non_differentiable
+        self.non_differentiable = [i for i, x in enumerate(several) if any(x is other for other in constant)]
+        self._left = ctx
+        saved = [*ctx.to_save, *ctx.tensors().values()]
+        if any(map(is_traceable_wrapper_subclass, (*several, *saved))):
+            raise NotImplementedError(
+                f"{self._function.__name__} (autograd.Function) returns or saves a tensor subclass"
+            )
+        return outputs, saved
+
+    def backward(self, *given: Any) -> Any:
+        """Gradients of the outputs and saved values -> gradients of the inputs."""
+        ctx, names = copy.copy(self._left), list(self._left.tensors())
+        gradients = len(given) - len(ctx.to_save) - len(names)
+        saved = given[gradients:]
+        ctx.saved_tensors = tuple(saved[: len(ctx.to_save)])
+        vars(ctx).update(zip(names, saved[len(ctx.to_save) :], strict=True))
+        return self._function.backward(ctx, *given[:gradients])
+
+
+class _Context(FunctionCtx):
+    """What a forward is given to leave values for its backward."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.to_save: tuple[Any, ...] = ()
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[Any, ...] = ()
+        self.non_differentiable: tuple[Any, ...] = ()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors among its attributes."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+def _bodies(trace: Trace, forward: Callable[..., Any], backward: Callable[..., Any], inputs: Sequence[Any]) -> _Bodies:
     with temporarily_clear_interpreter_stack(), disable_functional_mode(), disable_proxy_modes_tracing():
-        bodies = _Bodies(trace, forward, backward, [_example(x) if isinstance(x, Tensor) else x for x in inputs])
+        return _Bodies(trace, forward, backward, [_example(x) if isinstance(x, Tensor) else x for x in inputs])
+
+
+def _call(bodies: _Bodies, inputs: Sequence[Any], non_differentiable_idx: Sequence[int]) -> Any:
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
     results = opaque_ops.custom_function(tensors, opaque_ops.register_function(bodies.function))
     made = iter(results[: bodies.function.outputs])
     outputs = [next(made) if isinstance(x, Tensor) else x for x in bodies.outputs]
@@ -75,7 +171,9 @@ class _Traced:
 class _Bodies:
     """Trace both bodies; ``outputs`` are examples of the user's results."""
 
-    def __init__(self, trace: Trace, forward: fx.GraphModule, backward: fx.GraphModule, inputs: list[Any]) -> None:
+    def __init__(
+        self, trace: Trace, forward: Callable[..., Any], backward: Callable[..., Any], inputs: list[Any]
+    ) -> None:
         mode = active_fake_mode()
         assert mode is not None
         self._trace, self._mode = trace, mode
@@ -89,12 +187,12 @@ class _Bodies:
         gradients = second.result if isinstance(second.result, list | tuple) else [second.result]
         self.function = self._link(first.gm, second.gm, inputs, saved, gradients)
 
-    def _traced(self, body: fx.GraphModule, inputs: Sequence[Any]) -> _Traced:
+    def _traced(self, body: Callable[..., Any], inputs: Sequence[Any]) -> _Traced:
         results: list[Any] = []
 
         def run(*tensors: Tensor) -> list[Tensor]:
             given = iter(tensors)
-            result = fx.Interpreter(body).run(*[next(given) if isinstance(x, Tensor) else x for x in inputs])
+            result = body(*[next(given) if isinstance(x, Tensor) else x for x in inputs])
             results.append(result)
             return [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor)]
 
@@ -129,12 +227,12 @@ class _Bodies:
 def _erase_changes(backward: fx.GraphModule, gradients: int) -> None:
     """Drop a backward's writes into its incoming gradients, which are not seen outside."""
     unseen = backward.graph.find_nodes(op="placeholder")[:gradients]
-    for copy in backward.graph.find_nodes(op="call_function", target=aten.copy_.default):
-        if copy.args[0] not in unseen:
+    for change in backward.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if change.args[0] not in unseen:
             raise NotImplementedError(
                 "the backward of an autograd.Function changes a saved tensor in place; make a new one instead"
             )
-        backward.graph.erase_node(copy)
+        backward.graph.erase_node(change)
     backward.recompile()
 
 

@@ -33,7 +33,7 @@ from treefx.passes.layers.copies import LayerCopies
 from treefx.passes.layers.find_layers import Layer, described, find_layers, key_of
 from treefx.passes.trace import opaque_ops
 from treefx.passes.trace.changed_inputs import read_changed_inputs_once
-from treefx.passes.trace.custom_functions import call_custom_function
+from treefx.passes.trace.custom_functions import call_applied, call_custom_function
 from treefx.passes.trace.flash import FlashCall, call_flash, is_flash
 from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
@@ -41,6 +41,7 @@ from treefx.passes.trace.inline_scan import associative_scan
 from treefx.passes.trace.library_calls import is_library_call
 from treefx.passes.trace.library_tree import call_library
 from treefx.passes.trace.unseen_changes import check_changes, seen_by_autograd
+from treefx.torch_patches.functions import applied_by
 from treefx.torch_patches.symbols import write_products_whole
 
 __all__ = ["trace_forward", "trace_function"]
@@ -203,7 +204,16 @@ class _ForwardTracer(fx.Interpreter):
             return self._batch(target, args)
         if getattr(target, "__globals__", None) is vars(F) and _ATTENTION_NAME in target.__code__.co_names:
             return _with_attention_whole(target)(*args, **kwargs)
+        if _is_unread(target):
+            with applied_by(self._apply):
+                return super().call_function(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+    def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep an ``autograd.Function`` whole that runs in code which Dynamo did not read."""
+        if self.batch_levels:
+            raise NotImplementedError(f"{function.__name__} (autograd.Function) runs under torch.vmap")
+        return call_applied(_trace_body, function, *args, **kwargs)
 
     def _batch(self, target: Any, args: tuple[Any, ...]) -> Any:
         """The pieces that Dynamo takes ``torch.vmap`` apart into; they name levels by number."""
@@ -224,6 +234,14 @@ class _ForwardTracer(fx.Interpreter):
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = identity
         return _ForwardTracer(body, self.grad_enabled, self.segments).run(*args[1:])
+
+
+def _is_unread(target: Any) -> bool:
+    """Whether Dynamo did not read a function of the user, or of a library (``allow_in_graph``)."""
+    if target is getattr(_HIGHER_ORDER, "flat_apply", None):
+        return True
+    module = getattr(target, "__module__", None) or ""
+    return isinstance(target, FunctionType) and (module.startswith("torch._dynamo.") or not module.startswith("torch."))
 
 
 def _detach(x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ def test_only_patches_write_into_pytorch() -> None:
         "treefx.torch_patches.batch_symbols",
         "treefx.torch_patches.compiling",
         "treefx.torch_patches.dynamo",
+        "treefx.torch_patches.functions",
         "treefx.torch_patches.substitution",
         "treefx.torch_patches.symbols",
     }

@@ -5,6 +5,6 @@ versions in which it is replaced, why, and the test that fails without it; ``tre
 
 Order of imports, each only of what stands before an arrow::
 
-    columns, compiling, kept_graphs, patch -> backports -> dynamo, libraries, substitution, symbols -> batch_symbols
-    -> table
+    columns, compiling, functions, kept_graphs, patch -> backports -> dynamo, libraries, substitution, symbols
+    -> batch_symbols -> table
 """

@@ -1,0 +1,150 @@
+"""Code that Dynamo puts into graphs unread: an ``autograd.Function`` in it keeps its own backward."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import treefx
+from tests.backend.small import Small
+from tests.batches import shared_batch
+from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
+from tests.spellings import SPELLINGS
+from treefx.passes.trace import trace
+
+BATCH = shared_batch(rows=4, length=12, shared=6, vocab=61, padding=None)
+
+
+class Half(torch.autograd.Function):
+    """Linear, and no derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return 0.5 * g
+
+
+class Squared(Half):
+    """A sum of gradients gives something else than each of them."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * g
+
+
+class Kept(torch.autograd.Function):
+    """Saves tensors in both ways, and a number; has a second output without a gradient, and a number among inputs."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, times: float = 3.0) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return times * x * y, x.sign()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, ctx.y, ctx.times = inputs
+        ctx.save_for_backward(x)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return ctx.times * g * ctx.y, 0.25 * g * x, None
+
+
+class InPlace(Half):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+def unread(function: Any, way: str) -> Callable[..., Any]:
+    """The function, as one of three ways to hide it from Dynamo leaves it."""
+    if way == "class":
+        hidden = type(function.__name__, (function,), {})
+        torch._dynamo.allow_in_graph(hidden)
+        return hidden.apply  # type: ignore[no-any-return, attr-defined]
+    hide = torch._dynamo.allow_in_graph if way == "function" else torch._dynamo.nonstrict_trace
+    return hide(lambda *args: function.apply(*args))  # type: ignore[no-any-return]
+
+
+class Acting(nn.Module):
+    def __init__(self, act: Callable[..., Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.act(x)
+        return result
+
+
+def check(act: Callable[..., Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Small(SPELLINGS["tril_buffer"], before=Acting(act)).double()
+    twin = copy.deepcopy(model)
+    compiled = compile_with(model, inner="aot_eager")
+    expected = outcome(twin, lambda: twin(**BATCH.inputs()).loss)
+    assert_close(outcome(model, lambda: compiled(**BATCH.inputs()).loss), expected, FLOAT64)
+    return stats_of(compiled)
+
+
+@pytest.mark.parametrize("way", ["class", "function", "nonstrict"])
+def test_a_linear_backward_runs_once_per_token(way: str) -> None:
+    stats = check(unread(Half, way))
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
+@pytest.mark.parametrize("way", ["class", "nonstrict"])
+def test_a_backward_that_is_not_linear_runs_on_rows(way: str) -> None:
+    stats = check(unread(Squared, way))
+    assert "not linear in the gradient" in str(stats["expansions"])
+
+
+@pytest.mark.parametrize("way", ["class", "function"])
+def test_what_a_forward_leaves_to_its_backward(way: str) -> None:
+    act = unread(Kept, way)
+    stats = check(lambda v: act(v, v.tanh())[0])
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
+def test_numbers_among_the_arguments() -> None:
+    act = unread(Kept, "class")
+    assert check(lambda v: act(v, v.tanh(), 5.0)[0])["ran"] == "packed"
+
+
+def test_without_gradients_the_forward_is_all() -> None:
+    act = unread(Half, "class")
+
+    def without(v: Tensor) -> Tensor:
+        with torch.no_grad():
+            part: Tensor = act(v)
+        return v + part
+
+    assert check(without)["ran"] == "packed"
+
+
+def test_a_changed_input_is_refused_by_name() -> None:
+    act = unread(InPlace, "class")
+    stats = check(lambda v: act(v + 1))
+    assert stats["ran"] == "ordinary" and "marks an input dirty" in stats["fallback"]
+
+
+def test_a_forward_that_is_traced_through_has_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_is_unread", lambda target: False)
+    with pytest.raises(AssertionError):
+        check(unread(Half, "class"))
+
+
+def test_other_code_keeps_its_functions() -> None:
+    """Inside of a kept function, and after a trace, ``apply`` is PyTorch's."""
+    check(unread(Half, "class"))
+    x = torch.ones(2, requires_grad=True)
+    Half.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None and torch.equal(x.grad, torch.full((2,), 0.5))
+    assert treefx.__version__ and torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
