@@ -124,7 +124,8 @@ class _ForwardTracer(fx.Interpreter):
         """Run the graph, and leave the levels of vmap that it is in where it fails."""
         self.copies = LayerCopies()
         try:
-            return super().run(*args, **kwargs)
+            with applied_by(self._apply):
+                return super().run(*args, **kwargs)
         finally:
             while self.batch_levels:
                 self.batch_levels.pop()
@@ -204,13 +205,12 @@ class _ForwardTracer(fx.Interpreter):
             return self._batch(target, args)
         if getattr(target, "__globals__", None) is vars(F) and _ATTENTION_NAME in target.__code__.co_names:
             return _with_attention_whole(target)(*args, **kwargs)
-        if _is_unread(target):
-            with applied_by(self._apply):
-                return super().call_function(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep an ``autograd.Function`` whole that runs in code which Dynamo did not read."""
+        """Keep an ``autograd.Function`` whole that runs in code which Dynamo did not read (``allow_in_graph``)."""
+        if not self.grad_enabled or function.__module__.startswith("torch."):  # PyTorch's derive from their forwards
+            return function.apply(*args, **kwargs)
         if self.batch_levels:
             raise NotImplementedError(f"{function.__name__} (autograd.Function) runs under torch.vmap")
         return call_applied(_trace_body, function, *args, **kwargs)
@@ -234,14 +234,6 @@ class _ForwardTracer(fx.Interpreter):
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = identity
         return _ForwardTracer(body, self.grad_enabled, self.segments).run(*args[1:])
-
-
-def _is_unread(target: Any) -> bool:
-    """Whether Dynamo did not read a function of the user, or of a library (``allow_in_graph``)."""
-    if target is getattr(_HIGHER_ORDER, "flat_apply", None):
-        return True
-    module = getattr(target, "__module__", None) or ""
-    return isinstance(target, FunctionType) and (module.startswith("torch._dynamo.") or not module.startswith("torch."))
 
 
 def _detach(x: Tensor) -> Tensor:

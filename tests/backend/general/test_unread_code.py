@@ -1,7 +1,7 @@
 """Code that Dynamo puts into graphs unread: an ``autograd.Function`` in it keeps its own backward."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,6 +100,20 @@ def test_a_linear_backward_runs_once_per_token(way: str) -> None:
     assert stats["ran"] == "packed" and not stats["expansions"]
 
 
+@pytest.fixture
+def operator() -> Iterator[Callable[[Tensor], Tensor]]:
+    """An operator of a library that is made of others, a function with its own backward among them."""
+    with torch.library._scoped_library("unread", "FRAGMENT") as library:
+        library.define("half(Tensor x) -> Tensor")
+        library.impl("half", lambda x: Half.apply(x), "CompositeImplicitAutograd")
+        yield torch.ops.unread.half.default
+
+
+def test_an_operator_that_is_made_of_a_function(operator: Callable[[Tensor], Tensor]) -> None:
+    stats = check(operator)
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
 @pytest.mark.parametrize("way", ["class", "nonstrict"])
 def test_a_backward_that_is_not_linear_runs_on_rows(way: str) -> None:
     stats = check(unread(Squared, way))
@@ -136,7 +150,8 @@ def test_a_changed_input_is_refused_by_name() -> None:
 
 
 def test_a_forward_that_is_traced_through_has_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "_is_unread", lambda target: False)
+    through = lambda self, function, *args: function.apply(*args)  # noqa: E731
+    monkeypatch.setattr(trace._ForwardTracer, "_apply", through)
     with pytest.raises(AssertionError):
         check(unread(Half, "class"))
 
