@@ -113,6 +113,7 @@ _MODULES = {
     "treefx.losses": "TFX204",
     "treefx.passes": "TFX201",
     "treefx.passes.cuts": "TFX203",
+    "treefx.passes.trace.trace": "TFX210",
     "treefx.planning": "TFX203",
     "treefx.planning.cost": "TFX205",
     "treefx.rl": "TFX208",

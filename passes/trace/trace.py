@@ -14,7 +14,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from treefx.errors import UnsupportedError
 from treefx.passes.layers.copies import LayerCopies
 from treefx.passes.layers.find_layers import Layer, described, find_layers, key_of
 from treefx.passes.trace import opaque_ops
@@ -49,10 +50,17 @@ __all__ = ["trace_forward", "trace_function"]
 _ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
 _ATTENTION_NAME = "scaled_dot_product_attention"
 _HIGHER_ORDER = torch.ops.higher_order
-_BATCHING = {
-    predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting, predispatch._add_batch_dim,
-    predispatch._remove_batch_dim,
-}  # fmt: skip
+_NESTING = {
+    getattr(owner, f"_{kind}_increment_nesting"): getattr(owner, f"_{kind}_decrement_nesting")
+    for owner in (predispatch, torch._C._functorch)
+    for kind in ("vmap", "grad", "jvp")
+    if hasattr(owner, f"_{kind}_increment_nesting")
+}
+"""What begins a transform of ``torch.func`` in Dynamo's graph -> what ends it."""
+_RECORDING = torch._C._functorch._grad_increment_nesting
+_UNWRAPPING = {getattr(owner, "_unwrap_for_grad", None) for owner in (predispatch, torch._C._functorch)}
+_BATCHING = {predispatch._add_batch_dim: 2, predispatch._remove_batch_dim: 1}
+"""The argument that is a level, in Dynamo's count."""
 _checkpoint_ids = itertools.count(1)
 
 
@@ -106,6 +114,23 @@ def trace_function(
     return gm
 
 
+_SAVED = (
+    "torch.func derives an autograd.Function in a compiled model: what the function saved is a constant to "
+    "torch.compile, so the derivative of the result would lack terms; run the model uncompiled, or write the function "
+    "as plain operators"
+)
+
+
+class _Level(NamedTuple):
+    """A transform of ``torch.func`` that has begun."""
+
+    begin: Any
+    """What began it, in Dynamo's graph."""
+    number: int
+    is_seen: bool
+    """Whether gradients are enabled around it."""
+
+
 class _ForwardTracer(fx.Interpreter):
     """Run Dynamo's graph; handle the operators of the module docstring, run all others."""
 
@@ -115,21 +140,20 @@ class _ForwardTracer(fx.Interpreter):
         super().__init__(gm)
         self.grad_enabled = grad_enabled
         self.segments = {} if segments is None else segments
-        self.batch_levels: list[int] = []
-        """The levels that vmap has here, by nesting; functionalisation is one below."""
+        self.levels: list[_Level] = []
+        """The transforms of ``torch.func`` that have begun."""
         self.layers = {layer.nodes[0]: layer for layer in find_layers(gm.graph)}
         """By their first nodes."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, and leave the levels of vmap that it is in where it fails."""
+        """Run the graph, and leave the transforms that it is in where it fails."""
         self.copies = LayerCopies()
         try:
             with applied_by(self._apply):
                 return super().run(*args, **kwargs)
         finally:
-            while self.batch_levels:
-                self.batch_levels.pop()
-                predispatch._vmap_decrement_nesting()
+            while self.levels:
+                _NESTING[self.levels.pop().begin]()
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.layers:
@@ -166,20 +190,27 @@ class _ForwardTracer(fx.Interpreter):
     def _state(self, devices: set[str]) -> tuple[Any, ...]:
         """Return the state that decides about operators besides their operands."""
         casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(devices)]
-        return self.grad_enabled, torch.is_inference_mode_enabled(), *self.batch_levels, len(self.segments), *casts
+        return self.grad_enabled, torch.is_inference_mode_enabled(), *self.levels, len(self.segments), *casts
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(args[0])
             return None
         result = self._call(target, args, kwargs)
-        return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
+        is_seen = self.levels[args[1] - 1].is_seen if target in _UNWRAPPING else self.grad_enabled
+        return result if is_seen else self._detached(result)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target == "item" and not isinstance(args[0], Tensor):
             return args[0]  # a number that Dynamo passes as a tensor; the run time gives its value
         result = super().call_method(target, args, kwargs)
-        return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
+        return result if self.grad_enabled else self._detached(result)
+
+    def _detached(self, result: Any) -> Any:
+        """Cut off what no gradient passes; a tangent would."""
+        if any(level.begin not in (_RECORDING, predispatch._vmap_increment_nesting) for level in self.levels):
+            raise NotImplementedError("torch.no_grad together with torch.func.jvp")
+        return tree_map_only(Tensor, _detach, result)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(target, "__name__", None) == "register_hook":
@@ -196,13 +227,20 @@ class _ForwardTracer(fx.Interpreter):
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:
+            if any(level.begin is not predispatch._vmap_increment_nesting for level in self.levels):
+                raise UnsupportedError(_SAVED)
             return call_custom_function(_trace_body, *args, **kwargs)
         if target is _HIGHER_ORDER.associative_scan:
             return associative_scan(*args)
         if target is _HIGHER_ORDER.flex_attention:
             return flex_attention(*args, **kwargs)
+        if target in _NESTING:
+            return self._begin(target, args)
+        if self.levels and target is _NESTING[self.levels[-1].begin]:
+            return self._end(args)
         if target in _BATCHING:
-            return self._batch(target, args)
+            place = _BATCHING[target]
+            return target(*args[:place], self.levels[args[place] - 1].number, *args[place + 1 :])
         if getattr(target, "__globals__", None) is vars(F) and _ATTENTION_NAME in target.__code__.co_names:
             return _with_attention_whole(target)(*args, **kwargs)
         return super().call_function(target, args, kwargs)
@@ -211,21 +249,24 @@ class _ForwardTracer(fx.Interpreter):
         """Keep an ``autograd.Function`` whole that runs in code which Dynamo did not read (``allow_in_graph``)."""
         if not self.grad_enabled or function.__module__.startswith("torch."):  # PyTorch's derive from their forwards
             return function.apply(*args, **kwargs)
-        if self.batch_levels:
-            raise NotImplementedError(f"{function.__name__} (autograd.Function) runs under torch.vmap")
+        if self.levels:
+            raise NotImplementedError(
+                f"{function.__name__} (autograd.Function) runs inside of a transform of torch.func"
+            )
         return call_applied(_trace_body, function, *args, **kwargs)
 
-    def _batch(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """The pieces that Dynamo takes ``torch.vmap`` apart into; they name levels by number."""
-        if target is predispatch._vmap_increment_nesting:
-            self.batch_levels.append(target(*args))
-            return self.batch_levels[-1]
-        if target is predispatch._vmap_decrement_nesting:
-            self.batch_levels.pop()
-            return target(*args)
-        position = 2 if target is predispatch._add_batch_dim else 1
-        level = self.batch_levels[args[position] - 1]
-        return target(*args[:position], level, *args[position + 1 :])
+    def _begin(self, target: Any, args: tuple[Any, ...]) -> int:
+        """Begin a transform of ``torch.func``; inside of ``grad``, operators are recorded."""
+        level = _Level(target, target(*args), self.grad_enabled)
+        self.levels.append(level)
+        if target is _RECORDING:
+            torch.set_grad_enabled(True)
+        return level.number
+
+    def _end(self, args: tuple[Any, ...]) -> Any:
+        result = _NESTING[self.levels.pop().begin](*args)
+        torch.set_grad_enabled(any(level.begin is _RECORDING for level in self.levels))
+        return result
 
     def _inline_checkpoint(self, args: tuple[Any, ...]) -> Any:
         """Run a checkpointed body in place; the partitioner recomputes it by its tags."""
