@@ -42,6 +42,18 @@ def test_a_warning_between_logits_and_loss_cuts_nothing() -> None:
     assert stats_of(compiled)["ran"] == "packed"
 
 
+def test_the_module_of_a_class_is_a_text() -> None:
+    """As PEFT asks whether a weight is quantised."""
+    layer = nn.Linear(2, 2)
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * (2 if type(layer.weight).__module__.startswith("torch.nn") else 3)
+
+    counters.clear()
+    compiled = torch.compile(scaled, backend="treefx", options={"inner": "eager"})
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and not counters["graph_break"]
+
+
 def test_a_check_of_selected_elements_cuts_nothing() -> None:
     """It counts the elements under masks of fewer dimensions too; elsewhere the count stays a number."""
 

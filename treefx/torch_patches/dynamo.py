@@ -20,6 +20,7 @@ from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
@@ -274,3 +275,20 @@ def _is_counted_by_check(tx: Any) -> bool:
         if earlier.opname == "LOAD_GLOBAL" and earlier.argval == "torch_compilable_check":
             return True
     return False
+
+
+def name_modules_of_classes() -> None:
+    """Let ``type(x).__module__`` of a class of PyTorch be a text.
+
+    PEFT asks a layer's weight so whether torchao has quantised it.
+    """
+    original = GetAttrVariable.call_method
+
+    @functools.wraps(original)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        owner = getattr(self.obj, "value", None)
+        if is_ours(tx) and self.name == "__module__" and isinstance(owner, type):
+            return ConstantVariable.create(owner.__module__).call_method(tx, name, args, kwargs)
+        return original(self, tx, name, args, kwargs)
+
+    GetAttrVariable.call_method = call_method  # type: ignore[method-assign]

@@ -55,6 +55,13 @@ PATCHES = (
         dynamo.count_checked_elements,
     ),
     Patch(
+        "torch._dynamo.variables.misc.GetAttrVariable.call_method",
+        _ALL,
+        "a layer that asks for the module of its weight's class cuts the graph (DoRA of PEFT)",
+        "tests/torch_patches/test_dynamo.py::test_the_module_of_a_class_is_a_text",
+        dynamo.name_modules_of_classes,
+    ),
+    Patch(
         "transformers::grouped_mm_fallback (its autograd)",
         "transformers <= 5.17",
         "the backward of experts loops over values, which no graph of a backward knows",
