@@ -60,7 +60,8 @@ def calibrate(
 
     Random forests run on the CPU by every way to cut, with levels shared and not. Errors, orders of pairs that differ
     by more than 3 %, and regrets (the time of the chosen layout over the least, less 1) are those of the forests that
-    were not fitted. All of it takes some minutes.
+    were not fitted. 200 forests take half an hour. Where other programs run, set OMP_NUM_THREADS=1: threads that wait
+    for each other count as time of the processor.
     """
     check_choice("--inner", inner, ("inductor", "aot_eager"))
     check_output("--save", save)
