@@ -43,7 +43,7 @@ def test_a_warning_between_logits_and_loss_cuts_nothing() -> None:
 
 
 def test_the_module_of_a_class_is_a_text() -> None:
-    """As PEFT asks whether a weight is quantised."""
+    """As PEFT finds out whether a weight is quantised."""
     layer = nn.Linear(2, 2)
 
     def scaled(x: Tensor) -> Tensor:

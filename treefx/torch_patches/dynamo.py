@@ -280,7 +280,7 @@ def _is_counted_by_check(tx: Any) -> bool:
 def name_modules_of_classes() -> None:
     """Let ``type(x).__module__`` of a class of PyTorch be a text.
 
-    PEFT asks a layer's weight so whether torchao has quantised it.
+    PEFT finds out so whether torchao has quantised a layer's weight.
     """
     original = GetAttrVariable.call_method
 

@@ -57,7 +57,7 @@ PATCHES = (
     Patch(
         "torch._dynamo.variables.misc.GetAttrVariable.call_method",
         _ALL,
-        "a layer that asks for the module of its weight's class cuts the graph (DoRA of PEFT)",
+        "a layer that reads the module of its weight's class cuts the graph (DoRA of PEFT)",
         "tests/torch_patches/test_dynamo.py::test_the_module_of_a_class_is_a_text",
         dynamo.name_modules_of_classes,
     ),
