@@ -87,7 +87,8 @@ MEASUREMENTS: Mapping[str, Mapping[str, Any]] = {
     },
     "plan": {
         "case": str, "limit_tokens": int, "plan_ms": float, "nodes": int, "parts": int, "tokens": int, "planned": int,
-        "one_branch": int, "micro_batches": int, "separate_rows": int, "sampler": int, "first_fit": int | None,
+        "one_branch": int, "micro_batches": int, "separate_rows": int, "sampler": int | None,
+        "first_fit": int | None,
     },
     "calibrate": {
         "forests": int, "layouts": int, "error_median": float, "error_95": float, "pairs": int, "pairs_right": float,

@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "forest": lambda: [forest._time_case("rows", partial(Forest.from_sequences, [row.tolist() for row in ROWS]))],
     "memory": of_memory,
     "mixers": lambda: mixers.run(width=16, heads=2, head_dim=8, repeats=1, cases=[mixers.Case(2, 12, 6)]),
-    "plan": lambda: [plan._measure("rows", ROWS, 12)],
+    "plan": lambda: [plan._measure("rows", ROWS, limit) for limit in (12, 0)],
     "step": of_step,
 }
 

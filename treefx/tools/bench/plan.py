@@ -36,8 +36,8 @@ def run(json: bool = False) -> list[dict[str, Any]]:
         One record per forest and limit: `case`, `limit_tokens`, `plan_ms` (planning alone, CPU time, best of three),
         `parts`, `tokens` (distinct), and tokens that run forward: `planned`, `micro_batches` (prefixes again in every
         batch of whole rows), `one_branch` (inner nodes twice), `separate_rows`; `sampler` and `first_fit`: distinct
-        tokens per batch, summed, of `TreeBatchSampler` and of first-fit in arrival order (where rows are few enough
-        for it).
+        tokens per batch, summed, of `TreeBatchSampler` and of first-fit in arrival order (where the limit holds every
+        row; first-fit where rows are few enough for it).
     """
     cases = list(_cases())
     shown = watch(cases, "planning", quiet=json)
@@ -124,7 +124,7 @@ def _measure(name: str, rows: Rows, limit: int) -> dict[str, Any]:
         found = plan(forest, token_cost(), limit)
         seconds = min(seconds, time.process_time() - started)
     policies = {item.policy: item.forward_tokens for item in compare_policies(found)}
-    batches = list(TreeBatchSampler(rows, limit))
+    fits, is_small = max(map(len, rows)) <= limit, len(rows) <= _FEW_ROWS
     return {
         "case": name,
         "limit_tokens": limit,
@@ -136,6 +136,6 @@ def _measure(name: str, rows: Rows, limit: int) -> dict[str, Any]:
         "one_branch": policies["one branch"],
         "micro_batches": policies["micro-batches"],
         "separate_rows": policies["separate rows"],
-        "sampler": distinct_tokens(forest, batches),
-        "first_fit": distinct_tokens(forest, first_fit_batches(forest, limit)) if len(rows) <= _FEW_ROWS else None,
+        "sampler": distinct_tokens(forest, list(TreeBatchSampler(rows, limit))) if fits else None,
+        "first_fit": distinct_tokens(forest, first_fit_batches(forest, limit)) if fits and is_small else None,
     }
