@@ -247,7 +247,7 @@ class _ForwardTracer(fx.Interpreter):
 
     def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep an ``autograd.Function`` whole that runs in code which Dynamo did not read (``allow_in_graph``)."""
-        if not self.grad_enabled or function.__module__.startswith("torch."):  # PyTorch's derive from their forwards
+        if not self.grad_enabled or function.__module__.startswith("torch.distributed."):  # of a DTensor and its parts
             return function.apply(*args, **kwargs)
         if self.levels:
             raise NotImplementedError(
