@@ -24,6 +24,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -195,6 +196,12 @@ class _ForwardTracer(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(args[0])
+            return None
+        if target is _enter_inference_mode:
+            before, self.grad_enabled = self.grad_enabled, not args[0]
+            return before
+        if target is _exit_inference_mode:
+            self.grad_enabled = args[0]
             return None
         result = self._call(target, args, kwargs)
         is_seen = self.levels[args[1] - 1].is_seen if target in _UNWRAPPING else self.grad_enabled
