@@ -148,12 +148,12 @@ class _ForwardTracer(fx.Interpreter):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, and leave the transforms that it is in where it fails."""
-        self.copies = LayerCopies()
+        self.copies, outside = LayerCopies(), len(self.levels)
         try:
             with applied_by(self._apply):
                 return super().run(*args, **kwargs)
         finally:
-            while self.levels:
+            while len(self.levels) > outside:
                 _NESTING[self.levels.pop().begin]()
 
     def run_node(self, n: fx.Node) -> Any:
@@ -233,6 +233,8 @@ class _ForwardTracer(fx.Interpreter):
             return call_library(args[0], args[1], self.segments)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
+        if target is _HIGHER_ORDER.invoke_subgraph:  # a nested compile region; inductor has its own for equal layers
+            return self._inline(args[0], args[2:])
         if target is _HIGHER_ORDER.autograd_function_apply:
             if any(level.begin is not predispatch._vmap_increment_nesting for level in self.levels):
                 raise UnsupportedError(_SAVED)
@@ -281,7 +283,13 @@ class _ForwardTracer(fx.Interpreter):
         for node in body.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = identity
-        return _ForwardTracer(body, self.grad_enabled, self.segments).run(*args[1:])
+        return self._inline(body, args[1:])
+
+    def _inline(self, body: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        """Run a body in place, inside of the same transforms."""
+        tracer = _ForwardTracer(body, self.grad_enabled, self.segments)
+        tracer.levels = self.levels
+        return tracer.run(*args)
 
 
 def _detach(x: Tensor) -> Tensor:

@@ -143,6 +143,13 @@ def test_without_gradients_the_forward_is_all() -> None:
     assert check(without)["ran"] == "packed"
 
 
+def test_a_nested_compile_region_is_traced_through() -> None:
+    """Equal regions, one behind the other, are one graph to Dynamo; with a function of their own in them."""
+    region = torch.compiler.nested_compile_region(lambda v: Half.apply(v.sin()) + 1)
+    stats = check(lambda v: region(region(v)))
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
 def test_a_changed_input_is_refused_by_name() -> None:
     act = unread(InPlace, "class")
     stats = check(lambda v: act(v + 1))
