@@ -10,7 +10,8 @@ This package knows no FX graph and no trainer.
 Order of imports, each only of what stands before an arrow::
 
     memory, expand, cuda_graphs, dumps, code_files, score, common -> masked_products,
-    expression_text, own_products -> reference -> tiles -> cpu, gpu, recurrence -> head_loss, sparse, ops -> api
+    expression_text, own_products -> reference -> checks -> tiles -> cpu, gpu, recurrence
+    -> head_loss, sparse, ops -> api
 """
 
 from typing import TYPE_CHECKING, Any

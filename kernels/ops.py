@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels import reference
+from treefx.kernels import checks, reference
 from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs, heads_inside, own_dtypes, owned
 from treefx.kernels.cpu import attention as cpu
 from treefx.kernels.cpu import boundary as boundary_cpu
@@ -97,7 +97,7 @@ def attend(
         InputError: an unknown ``impl``, or a score that does not fit its buffers.
         UnsupportedError: the implementation cannot run these inputs.
     """
-    if boundary is None and sinks is None and not buffers and not torch.compiler.is_compiling():
+    if boundary is None and sinks is None and not buffers and not checks.EVERY and not torch.compiler.is_compiling():
         whole = one_call.attend(q, k, v, subtree_end, score, impl)
         if whole is not None:
             return heads_inside(whole)
@@ -190,6 +190,8 @@ def _forward(
         return out.zero_(), lse.fill_(-torch.inf)
     with own_dtypes(q.device.type):
         out, lse = choose_implementation(impl, inputs).forward(inputs, Score.from_json(score))
+        if checks.EVERY:
+            checks.check_forward(inputs, Score.from_json(score), out, lse)
     return heads_inside(out), owned(lse)
 
 
@@ -223,7 +225,10 @@ def _backward(
     else:
         with own_dtypes(q.device.type):
             module = choose_implementation(impl, inputs)
-            dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, Score.from_json(score), buffer_grads)
+            given = (grad_out, inputs, out, lse, Score.from_json(score), buffer_grads)
+            if checks.EVERY:
+                checks.check_backward(module.backward, *given)
+            dq, dk, dv, rest = module.backward(*given)
     grads, heads = [dq, dk, dv, *rest], _tensors_of_heads(inputs)
     dq, dk, dv, *rest = [*map(heads_inside, grads[:heads]), *map(owned, grads[heads:])]
     return dq, dk, dv, rest

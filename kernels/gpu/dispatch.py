@@ -12,8 +12,7 @@ over tiles of 128 tokens; its warning says so.
 """
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import reference
+from treefx.kernels.checks import exact_products, tolerance_of, usable_inputs
 from treefx.kernels.common import Boundary, Inputs, random_gradient, relative_error
 from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support
@@ -33,9 +33,6 @@ from treefx.refusal_codes import FLEX
 __all__ = ["backward", "forward"]
 
 _CHECKED_TOKENS = 512
-_TOLERANCE = {torch.float32: 1e-3}
-_SIXTEEN_BITS_TOLERANCE = 0.02
-"""Relative error of a whole result; a wrong tile is off by far more."""
 
 _problems: Bounded[Hashable, str | None] = Bounded(1024)
 
@@ -99,45 +96,23 @@ def _problem_of(inputs: Inputs, score: Score) -> str | None:
         return f"it {refusal}"
     try:
         with torch.inference_mode(False):
-            errors = _errors(_first_tokens(inputs), score)
+            errors = _errors(usable_inputs(inputs.first_tokens(_CHECKED_TOKENS)), score)
     except UnsupportedError as reason:
         return reason.text
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as reason:  # the compiler or the launch may raise anything: FlexAttention takes over
         return f"{type(reason).__name__}: {str(reason)[:200]}"
-    tolerance = _TOLERANCE.get(inputs.q.dtype, _SIXTEEN_BITS_TOLERANCE)
+    tolerance = tolerance_of(inputs.q.dtype)
     wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]  # NaN is wrong too
     return f"relative to the reference it is off in {', '.join(wrong)}" if wrong else None
-
-
-def _first_tokens(inputs: Inputs) -> Inputs:
-    """Return the first tokens of the first element of the batch."""
-    first = inputs.first_tokens(_CHECKED_TOKENS)
-    boundary = first.boundary
-    if boundary is not None:
-        boundary = replace(boundary, k=_usable(boundary.k), v=_usable(boundary.v))
-    return replace(
-        first,
-        q=_usable(first.q),
-        k=_usable(first.k),
-        v=_usable(first.v),
-        buffers=[_usable(buffer) for buffer in first.buffers],
-        sinks=None if first.sinks is None else _usable(first.sinks),
-        boundary=boundary,
-    )
-
-
-def _usable(tensor: Tensor) -> Tensor:
-    """Return a tensor that the reference's autograd accepts; inference tensors are copied."""
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _errors(inputs: Inputs, score: Score) -> dict[str, float]:
     from treefx.kernels.gpu.triton_tree import attention
 
     unmarked = [False] * len(inputs.buffers)
-    with _exact_products():
+    with exact_products():
         wanted, lse = reference.forward(inputs, score)
         grad = random_gradient(wanted, lse)
         *wanted_grads, others = reference.backward(grad, inputs, wanted, lse, score, unmarked)
@@ -146,23 +121,3 @@ def _errors(inputs: Inputs, score: Score) -> dict[str, float]:
     names = ("the output", "dq", "dk", "dv", *(f"gradient {number}" for number in range(4, 4 + len(rest))))
     pairs = zip(names, (got, *grads, *rest), (wanted, *wanted_grads, *others), strict=True)
     return {name: relative_error(first, second) for name, first, second in pairs}
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Let torch multiply float32 in full precision, so the reference is precise enough."""
-    matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision
-    if precision in ("ieee", "none"):
-        yield
-        return
-    try:
-        older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program has set the newer of two settings alone
-        older = "highest"
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(older)
-        matmul.fp32_precision = precision

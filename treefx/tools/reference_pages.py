@@ -44,6 +44,7 @@ _VARIABLES = """
 | `TREEFX_DUMP_DIR` | a folder: graphs before and after every pass, their differences, sources of generated kernels |
 | `TREEFX_CACHE_DIR` | a folder: tuned configurations of kernels |
 | `TREEFX_KERNEL_PATH` | `plain`, `gluon` or `gluon_once`: the form of generated kernels |
+| `TREEFX_CHECK` | a number n: compare every n-th attention with the reference on 64 of its queries |
 | `TREEFX_TUNE` | `1`: time configurations per kind of attention |
 """
 _PATCHES_HEAD = """# PyTorch patches
