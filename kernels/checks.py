@@ -111,7 +111,7 @@ def _rounding(grad_out: Tensor, inputs: Inputs) -> float:
     """Size of what rounding leaves of gradients whose summands cancel, as those of the weight of an only key do."""
     longest = [float(x.detach().float().norm(dim=-1).max()) for x in (inputs.q, inputs.k, inputs.v)]
     summands = float(grad_out.float().norm()) * longest[2] * max(1.0, *longest[:2]) / inputs.q.shape[-1] ** 0.5
-    return torch.finfo(inputs.q.dtype).eps * summands
+    return float(torch.finfo(inputs.q.dtype).eps * summands)
 
 
 def _compare(name: str, inputs: Inputs, pairs: dict[str, tuple[Tensor, Tensor]], rounding: float = 0.0) -> None:

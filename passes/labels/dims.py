@@ -172,7 +172,7 @@ def row_before_tokens(dims: Dims, position: int) -> Dims:
         if Axis.TOKEN in axes:
             at = axes.index(Axis.TOKEN)
             return rest[:d] + ((*dim[:at], *dims[position], *dim[at:]),) + rest[d + 1 :]
-    raise NoLaw("expands a row axis of size one")
+    raise NoLaw("expands a row or token axis of size one")
 
 
 def _broadcast_dim(choices: list[tuple[Factor, ...]]) -> tuple[Factor, ...]:

@@ -8,11 +8,12 @@ calls of their combine function, and ``flex_attention`` products and a softmax.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -132,6 +133,21 @@ class _Level(NamedTuple):
     """Whether gradients are enabled around it."""
 
 
+@contextlib.contextmanager
+def _transforms_left() -> Iterator[None]:
+    """Where a trace fails between the ends of transforms, set back what they have set besides their levels."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    tangents, in_place = torch._C._is_fwd_grad_enabled(), torch._C._functorch.get_inplace_requires_grad_allowed()
+    try:
+        yield
+    except BaseException:
+        if message is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        torch._C._set_fwd_grad_enabled(tangents)
+        torch._C._functorch.set_inplace_requires_grad_allowed(in_place)
+        raise
+
+
 class _ForwardTracer(fx.Interpreter):
     """Run Dynamo's graph; handle the operators of the module docstring, run all others."""
 
@@ -143,18 +159,23 @@ class _ForwardTracer(fx.Interpreter):
         self.segments = {} if segments is None else segments
         self.levels: list[_Level] = []
         """The transforms of ``torch.func`` that have begun."""
+        self.duals: list[int] = []
+        """Levels of forward derivatives that have begun."""
         self.layers = {layer.nodes[0]: layer for layer in find_layers(gm.graph)}
         """By their first nodes."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, and leave the transforms that it is in where it fails."""
         self.copies, outside = LayerCopies(), len(self.levels)
-        try:
-            with applied_by(self._apply):
-                return super().run(*args, **kwargs)
-        finally:
-            while len(self.levels) > outside:
-                _NESTING[self.levels.pop().begin]()
+        with _transforms_left():
+            try:
+                with applied_by(self._apply):
+                    return super().run(*args, **kwargs)
+            finally:
+                while self.duals:
+                    torch._C._exit_dual_level(level=self.duals.pop())
+                while len(self.levels) > outside:
+                    _NESTING[self.levels.pop().begin]()
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.layers:
@@ -247,6 +268,11 @@ class _ForwardTracer(fx.Interpreter):
             return self._begin(target, args)
         if self.levels and target is _NESTING[self.levels[-1].begin]:
             return self._end(args)
+        if getattr(target, "__name__", None) == "_enter_dual_level":
+            self.duals.append(target(*args, **kwargs))
+            return self.duals[-1]
+        if getattr(target, "__name__", None) == "_exit_dual_level":
+            self.duals.pop()
         if target in _BATCHING:
             place = _BATCHING[target]
             return target(*args[:place], self.levels[args[place] - 1].number, *args[place + 1 :])

@@ -90,7 +90,7 @@ def squeeze(call: Call) -> Fact:
     gone = {d % len(dims) for d in where if shape_of(source)[d] == 1}
     if any(algebra.has_tokens(dims[d]) for d in gone):
         if not all(algebra.has_only_row(dims[d]) for d in gone if dims[d]):
-            raise NoLaw("squeezes a token axis of size one")
+            raise NoLaw("squeezes a row or token axis of size one")
         return call.result(algebra.regroup(dims, shape_of(call.node)))
     return call.result(tuple(dim for d, dim in enumerate(dims) if d not in gone))
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from tests.backend.small import Small
 from tests.batches import shared_batch
@@ -115,9 +117,11 @@ def test_derivatives_of_functions_are_refused() -> None:
     """torch.compile alone loses terms of their own derivative, in silence."""
     with pytest.raises(Exception, match="(?s)torch.func derives an autograd.Function.*TFX210"):
         check(lambda layer, x: grad(lambda y: Cubed.apply(layer(y)).sum())(x))  # type: ignore[no-untyped-call]
+    check_that_transforms_work()
 
 
-def test_a_failing_trace_leaves_no_transform_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["grad of each token", "vjp", "jvp"])
+def test_a_failing_trace_leaves_no_transform_behind(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What fails between the ends of transforms runs on rows, and PyTorch's own derivatives go on."""
 
     def failing(target: Any) -> bool:
@@ -126,8 +130,20 @@ def test_a_failing_trace_leaves_no_transform_behind(monkeypatch: pytest.MonkeyPa
         return False
 
     monkeypatch.setattr(trace, "is_flash", failing)
-    stats = check(PACKED["grad of each token"])
+    stats = check(PACKED[name])
     assert "no such thing" in stats["fallback"] and torch._C._functorch.maybe_current_level() is None
+    check_that_transforms_work()
+
+
+def check_that_transforms_work() -> None:
+    """Checkpoints, which hook saved tensors; tangents; and tensors that begin to require gradients in place."""
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, torch.ones(3).cos())
+    assert torch.equal(jvp(torch.sin, (torch.ones(3),), (torch.ones(3),))[1], torch.ones(3).cos())
+    with forward_ad.dual_level():  # the first, so none was left
+        dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        assert forward_ad.unpack_dual(dual.sin()).tangent is not None
 
 
 def test_derivatives_that_are_not_recorded_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
