@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import disable_functional_mode
 from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from treefx.passes.trace import opaque_ops
 
@@ -69,11 +70,19 @@ def call_applied(trace: Trace, function: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs: The arguments of its ``apply``: tensors, and anything else.
 
     Raises:
-        NotImplementedError: It changes an input, or returns or saves a tensor subclass.
+        NotImplementedError: It changes an input, returns or saves a tensor subclass, or leaves a tensor to its backward
+            where that cannot be found.
     """
     applied = _Applied(function)
     inputs = applied.bind(args, kwargs)
     bodies = _bodies(trace, applied.forward, applied.backward, inputs)
+    for body in (bodies.function.forward, bodies.function.backward):
+        constants = (getattr(body, str(node.target)) for node in body.graph.find_nodes(op="get_attr"))
+        if any(isinstance(value, FakeTensor) for value in constants):
+            raise NotImplementedError(
+                f"{function.__name__} (autograd.Function) leaves a tensor to its backward inside of an object; give it "
+                "to ctx.save_for_backward"
+            )
     return _call(bodies, inputs, applied.non_differentiable)
 
 
@@ -110,7 +119,7 @@ class _Applied:
         constant = ctx.non_differentiable
         self.non_differentiable = [i for i, x in enumerate(several) if any(x is other for other in constant)]
         self._left = ctx
-        saved = [*ctx.to_save, *ctx.tensors().values()]
+        saved = [*ctx.to_save, *ctx.tensors()]
         if any(map(is_traceable_wrapper_subclass, (*several, *saved))):
             raise NotImplementedError(
                 f"{self._function.__name__} (autograd.Function) returns or saves a tensor subclass"
@@ -119,11 +128,11 @@ class _Applied:
 
     def backward(self, *given: Any) -> Any:
         """Gradients of the outputs and saved values -> gradients of the inputs."""
-        ctx, names = copy.copy(self._left), list(self._left.tensors())
-        gradients = len(given) - len(ctx.to_save) - len(names)
+        ctx = copy.copy(self._left)
+        gradients = len(given) - len(ctx.to_save) - len(ctx.tensors())
         saved = given[gradients:]
+        ctx.replace_tensors(saved[len(ctx.to_save) :])
         ctx.saved_tensors = tuple(saved[: len(ctx.to_save)])
-        vars(ctx).update(zip(names, saved[len(ctx.to_save) :], strict=True))
         return self._function.backward(ctx, *given[:gradients])
 
 
@@ -137,9 +146,18 @@ class _Context(FunctionCtx):
         self.dirty_tensors: tuple[Any, ...] = ()
         self.non_differentiable: tuple[Any, ...] = ()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors among its attributes."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+    def tensors(self) -> list[Tensor]:
+        """The tensors among its attributes, in lists and dictionaries too."""
+        return [x for x in tree_leaves(self._left()) if isinstance(x, Tensor)]
+
+    def replace_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Put others in the places of `tensors`."""
+        given = iter(tensors)
+        vars(self).update(tree_map_only(Tensor, lambda _: next(given), self._left()))
+
+    def _left(self) -> dict[str, Any]:
+        own = ("needs_input_grad", "to_save", "saved_tensors", "dirty_tensors", "non_differentiable")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
 
 def _bodies(trace: Trace, forward: Callable[..., Any], backward: Callable[..., Any], inputs: Sequence[Any]) -> _Bodies:

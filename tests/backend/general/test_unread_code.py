@@ -57,6 +57,39 @@ class Kept(torch.autograd.Function):
         return ctx.times * g * ctx.y, 0.25 * g * x, None
 
 
+class Held:
+    value: Tensor
+
+
+class Listed(Half):
+    """Leaves tensors to its backward in a list and in a dictionary, and a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.listed, ctx.named = [x.sin(), 3.0], {"x": x}
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        found: Tensor = g * ctx.listed[0] * ctx.listed[1] + g * ctx.named["x"]
+        return found
+
+
+class Hidden(Half):
+    """Leaves a tensor in an object; it has no dimension, and would fit any number of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.held = Held()
+        ctx.held.value = x.detach().flatten()[0]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        found: Tensor = g * ctx.held.value
+        return found
+
+
 class InPlace(Half):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -125,6 +158,16 @@ def test_what_a_forward_leaves_to_its_backward(way: str) -> None:
     act = unread(Kept, way)
     stats = check(lambda v: act(v, v.tanh())[0])
     assert stats["ran"] == "packed" and not stats["expansions"]
+
+
+def test_tensors_in_containers_are_saved() -> None:
+    stats = check(unread(Listed, "class"))
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
+def test_a_tensor_in_an_object_is_refused_by_name() -> None:
+    stats = check(unread(Hidden, "class"))
+    assert stats["ran"] == "ordinary" and "ctx.save_for_backward" in stats["fallback"]
 
 
 def test_numbers_among_the_arguments() -> None:
