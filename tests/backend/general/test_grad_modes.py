@@ -1,20 +1,16 @@
 """Regions of a forward without gradients: what runs in them is a constant, as in eager."""
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.backend.small import Small
-from tests.batches import shared_batch
-from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
-from tests.spellings import SPELLINGS
+from tests.backend.general.in_front import SHAPES, check_in_front
 from treefx.passes.trace import trace
 
-BATCH = shared_batch(rows=4, length=12, shared=6, vocab=61, padding=None)
 Mode = Callable[[], AbstractContextManager[object]]
 REGIONS: dict[str, tuple[Mode, Mode]] = {
     "no_grad": (torch.no_grad, nullcontext),
@@ -42,19 +38,18 @@ class Regions(nn.Module):
         return x + y.clone() + z.clone() + self.first(x).cos()
 
 
-def check(name: str) -> None:
-    torch.manual_seed(0)
-    model = Small(SPELLINGS["tril_buffer"], before=Regions(*REGIONS[name])).double()
-    twin = copy.deepcopy(model)
-    compiled = compile_with(model, inner="aot_eager")
-    expected = outcome(twin, lambda: twin(**BATCH.inputs()).loss)
-    assert_close(outcome(model, lambda: compiled(**BATCH.inputs()).loss), expected, FLOAT64)
-    assert stats_of(compiled)["ran"] == "packed" and not stats_of(compiled)["expansions"]
+def check(name: str, **options: Any) -> None:
+    stats = check_in_front(lambda: Regions(*REGIONS[name]), **options)
+    assert stats["ran"] == "packed" and not stats["expansions"]
 
 
 @pytest.mark.parametrize("name", REGIONS)
 def test_regions_without_gradients(name: str) -> None:
     check(name)
+
+
+def test_regions_through_inductor_for_several_shapes() -> None:
+    check("left inside", inner="inductor", batches=SHAPES)
 
 
 def test_an_inference_mode_that_is_only_entered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

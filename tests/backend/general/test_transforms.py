@@ -1,6 +1,5 @@
 """Models that derive inside of their forward: ``torch.func`` gives the values and the gradients of eager."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,9 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from tests.backend.small import Small
-from tests.batches import shared_batch
-from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
-from tests.spellings import SPELLINGS
+from tests.backend.general.in_front import SHAPES, check_in_front
 from treefx.passes.trace import trace
 
-BATCH = shared_batch(rows=4, length=12, shared=6, vocab=61, padding=None)
 WIDTH = 32
 
 
@@ -92,19 +87,18 @@ ELSE: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def check(way: Callable[[Any, Tensor], Any]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Small(SPELLINGS["tril_buffer"], before=Deriving(way)).double()
-    twin = copy.deepcopy(model)
-    compiled = compile_with(model, inner="aot_eager")
-    expected = outcome(twin, lambda: twin(**BATCH.inputs()).loss)
-    assert_close(outcome(model, lambda: compiled(**BATCH.inputs()).loss), expected, FLOAT64)
-    return stats_of(compiled)
+def check(way: Callable[[Any, Tensor], Any], **options: Any) -> dict[str, Any]:
+    return check_in_front(lambda: Deriving(way), **options)
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_derivatives_of_tokens_stay_packed(name: str) -> None:
     stats = check(PACKED[name])
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
+def test_derivatives_through_inductor_for_several_shapes() -> None:
+    stats = check(PACKED["grad of each token"], inner="inductor", batches=SHAPES)
     assert stats["ran"] == "packed" and not stats["expansions"]
 
 

@@ -1,6 +1,5 @@
 """Code that Dynamo puts into graphs unread: an ``autograd.Function`` in it keeps its own backward."""
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,13 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.small import Small
-from tests.batches import shared_batch
-from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
-from tests.spellings import SPELLINGS
+from tests.backend.general.in_front import SHAPES, check_in_front
 from treefx.passes.trace import trace
-
-BATCH = shared_batch(rows=4, length=12, shared=6, vocab=61, padding=None)
 
 
 class Half(torch.autograd.Function):
@@ -117,19 +111,19 @@ class Acting(nn.Module):
         return result
 
 
-def check(act: Callable[..., Any]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Small(SPELLINGS["tril_buffer"], before=Acting(act)).double()
-    twin = copy.deepcopy(model)
-    compiled = compile_with(model, inner="aot_eager")
-    expected = outcome(twin, lambda: twin(**BATCH.inputs()).loss)
-    assert_close(outcome(model, lambda: compiled(**BATCH.inputs()).loss), expected, FLOAT64)
-    return stats_of(compiled)
+def check(act: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    return check_in_front(lambda: Acting(act), **options)
 
 
 @pytest.mark.parametrize("way", ["class", "function", "nonstrict"])
 def test_a_linear_backward_runs_once_per_token(way: str) -> None:
     stats = check(unread(Half, way))
+    assert stats["ran"] == "packed" and not stats["expansions"]
+
+
+def test_functions_through_inductor_for_several_shapes() -> None:
+    act = unread(Kept, "class")
+    stats = check(lambda v: act(v, v.tanh())[0], inner="inductor", batches=SHAPES)
     assert stats["ran"] == "packed" and not stats["expansions"]
 
 
