@@ -148,14 +148,14 @@ class _Context(FunctionCtx):
 
     def tensors(self) -> list[Tensor]:
         """The tensors among its attributes, in lists and dictionaries too."""
-        return [x for x in tree_leaves(self._left()) if isinstance(x, Tensor)]
+        return [x for x in tree_leaves(self._attributes()) if isinstance(x, Tensor)]
 
     def replace_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Put others in the places of `tensors`."""
         given = iter(tensors)
-        vars(self).update(tree_map_only(Tensor, lambda _: next(given), self._left()))
+        vars(self).update(tree_map_only(Tensor, lambda _: next(given), self._attributes()))
 
-    def _left(self) -> dict[str, Any]:
+    def _attributes(self) -> dict[str, Any]:
         own = ("needs_input_grad", "to_save", "saved_tensors", "dirty_tensors", "non_differentiable")
         return {name: value for name, value in vars(self).items() if name not in own}
 

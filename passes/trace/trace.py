@@ -134,8 +134,8 @@ class _Level(NamedTuple):
 
 
 @contextlib.contextmanager
-def _transforms_left() -> Iterator[None]:
-    """Where a trace fails between the ends of transforms, set back what they have set besides their levels."""
+def _restoring_settings() -> Iterator[None]:
+    """Restore the settings of transforms of ``torch.func`` where a trace fails in the middle of one."""
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     tangents, in_place = torch._C._is_fwd_grad_enabled(), torch._C._functorch.get_inplace_requires_grad_allowed()
     try:
@@ -167,7 +167,7 @@ class _ForwardTracer(fx.Interpreter):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, and leave the transforms that it is in where it fails."""
         self.copies, outside = LayerCopies(), len(self.levels)
-        with _transforms_left():
+        with _restoring_settings():
             try:
                 with applied_by(self._apply):
                     return super().run(*args, **kwargs)
