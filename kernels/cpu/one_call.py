@@ -84,8 +84,9 @@ def _is_simple(q: Tensor, k: Tensor, v: Tensor, impl: str) -> bool:
     """Whether the tensors are ordinary ones on the CPU that torch's kernel takes as they are."""
     if impl not in ("cpu", "auto") or not q.is_cpu or (impl == "auto" and q.dtype == torch.float64):
         return False
-    if any(type(tensor) not in _PLAIN_TENSORS or tensor.stride(-1) != 1 for tensor in (q, k, v)):
-        return False
+    for tensor in (q, k, v):
+        if type(tensor) not in _PLAIN_TENSORS or tensor.stride(-1) != 1:
+            return False
     watched = torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu")
     return not watched and q.shape[-1] == v.shape[-1] and q.numel() > 0
 

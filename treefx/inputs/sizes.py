@@ -105,26 +105,22 @@ def pattern_of(known: SizedInputs, roles: Sequence[str], args: Sequence[Any]) ->
     rows, columns = ids.shape
     names: dict[Any, Any] = {}
     numbers = _numbers_of_caller(known, args) if known.sizes or known.numbers else {}
-    inputs: list[Any] = [
-        tuple(x.shape) if isinstance(x, Tensor) and i in known.tensors else x for i, x in enumerate(args)
-    ]
+    inputs: list[Any] = list(args)
+    for i in known.tensors:
+        if isinstance(args[i], Tensor):
+            inputs[i] = tuple(args[i].shape)
     for i in known.numbers:
         inputs[i] = (_number_symbol(i),)
     for i, traced in known.moving.items():
-        given = enumerate(zip(args[i].shape, traced, strict=True))
-        sizes = [
-            size
-            if not isinstance(symbol, SymInt)
-            else SEGMENTS
-            if i in known.ends
-            else name_size(size, d, rows, columns, numbers)
-            for d, (size, symbol) in given
-        ]
-        named = False
-        for symbol, size in zip(traced, sizes, strict=True):
+        sizes, named = list[Any](), False
+        for d, (size, symbol) in enumerate(zip(args[i].shape, traced, strict=True)):
+            name = size
             if isinstance(symbol, SymInt):
-                names[symbol.node.expr] = size
-            named = named or isinstance(size, sympy.Expr)
+                name = names[symbol.node.expr] = (
+                    SEGMENTS if i in known.ends else name_size(size, d, rows, columns, numbers)
+                )
+            sizes.append(name)
+            named = named or isinstance(name, sympy.Expr)
         if named and args[i].requires_grad and not args[i].is_contiguous():
             return None
         inputs[i] = tuple(sizes)
@@ -143,8 +139,13 @@ def _has_symbols(inputs: Sequence[Any]) -> bool:
 
 def _numbers_of_caller(known: SizedInputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
     """Return symbols of numbers the graph computes with, by value; other inputs share them."""
-    read = [i for i, expr in known.sizes.items() if expr is not None]
-    return {args[i]: _number_symbol(i) for i in read} | {args[i].shape[0]: _number_symbol(i) for i in known.numbers}
+    found = dict[int, sympy.Symbol]()
+    for i, expr in known.sizes.items():
+        if expr is not None:
+            found[args[i]] = _number_symbol(i)
+    for i in known.numbers:
+        found[args[i].shape[0]] = _number_symbol(i)
+    return found
 
 
 @dataclass(frozen=True)

@@ -61,32 +61,55 @@ class InputValues(NamedTuple):
 
 def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
     """Read masks [.., T, T] of a call, and values that decide over ``flash`` attention."""
-    readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
-    given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
-    tables = [(i, x) for i, x in given if x.dim() == 2]
     widths = set()
-    for x, role in zip(args, roles, strict=True):  # no call more in a steady step
+    for x, role in zip(args, roles, strict=True):
         if role in ("input", "variable") and isinstance(x, Tensor) and x.dim() >= 2:
             widths.add(x.shape[1])  # behind a cut, of hidden states alone
-    square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
-    found = [prove_mask(i, x) for i, x in square]
-    bounds = {i: _bounds(x) for i, x in tables if x.dtype is not torch.bool}
-    binary = frozenset([i for i, found in bounds.items() if found is not None])
-    asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
-    repeated = []
-    for i, x in given:
-        if x.dtype is torch.bool and x.dim() == 3 and x.shape[2] > 1 and x.stride(2) == 0:
-            repeated.append(i)  # noqa: PERF401
-    return InputValues(
-        frozenset([i for i, x in tables if _counts_up(x)]),
-        binary,
-        frozenset([i for i, x in tables if bounds.get(i) == 0 and not x.is_floating_point()]),
-        frozenset([i for i, x in asked if _is_one_run(x)]),
-        frozenset([i for i, x in asked if x.shape[0] == 1 and bool(x.all())]),
-        tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
-        (*[mask for mask in found if mask is not None],),
-        repeated=frozenset(repeated),
-    )
+    found, vectors, repeated = list[GivenMask](), list[tuple[int, Tensor]](), list[int]()
+    tables = _Tables([], [], [], [], [])
+    for i, given in enumerate(args):
+        if roles[i] != "input" or not _is_readable(given):
+            continue
+        x, dims = _at_hand(given) if is_on_device(given) else given, given.dim()
+        mask = prove_mask(i, x) if masks and dims >= 2 and x.shape[-1] in widths else None
+        if mask is not None:
+            found.append(mask)
+        if dims == 2:
+            _read_table(i, x, tables, flash=flash)
+        elif dims == 1 and flash and not x.is_floating_point():
+            vectors.append((i, x))
+        elif dims == 3 and x.dtype is torch.bool and x.shape[2] > 1 and x.stride(2) == 0:
+            repeated.append(i)
+    equal = tuple(_equal(vectors)) if len(vectors) > 1 else ()
+    consecutive, binary, zero, runs, full = map(frozenset, tables)
+    return InputValues(consecutive, binary, zero, runs, full, equal, tuple(found), repeated=frozenset(repeated))
+
+
+class _Tables(NamedTuple):
+    """Positions of inputs [B, T], by what was proved of them: the first fields of ``InputValues``."""
+
+    consecutive: list[int]
+    binary: list[int]
+    zero: list[int]
+    runs: list[int]
+    full: list[int]
+
+
+def _read_table(position: int, x: Tensor, proved: _Tables, *, flash: bool) -> None:
+    """Note what the values of an input [B, T] prove."""
+    is_bool = x.dtype is torch.bool
+    highest = None if is_bool else _bounds(x)
+    if _counts_up(x):
+        proved.consecutive.append(position)
+    if highest is not None:
+        proved.binary.append(position)
+        if highest == 0 and not x.is_floating_point():
+            proved.zero.append(position)
+    if flash and (is_bool or highest is not None):
+        if _is_one_run(x):
+            proved.runs.append(position)
+        if x.shape[0] == 1 and bool(x.all()):
+            proved.full.append(position)
 
 
 def _at_hand(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from treefx.errors import TreefxError, UnsupportedError
 from treefx.forests.context import IN_USE
 from treefx.inputs.sizes import Pattern, Specialised, pattern_of
 from treefx.inputs.values import InputValues, input_values
-from treefx.kernels.memory import lasting
+from treefx.kernels.memory import Bounded, lasting
 from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.label_tokens import MEETS_ROWS
 from treefx.passes.pipeline import analyse, is_packed
@@ -67,6 +67,7 @@ _NO_SEGMENTS = (
 )
 
 _OF_CALL = ("input", "variable")
+_KEPT = 64
 _NO_TOKENS = Reason(Cause.NO_TOKENS, "")
 
 
@@ -101,6 +102,7 @@ class Analyses:
         self._has_flash, self._vectors = has_flash(gm), _inputs_of_vectors(gm, roles)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
+        self._keys: Bounded[Hashable, tuple[Any, ...]] = Bounded(_KEPT)
         self._has_no_tokens, self._strange, self._is_cached = False, _find_strange(gm, unfollowed), cached
         self._why_numbers, self._has_warned = _DYNAMO, False
         self._retries = Retries()
@@ -119,10 +121,11 @@ class Analyses:
         found = self._batches.shapes or self._shapes.shapes
         return found[-1].analysis if found else self._refused
 
-    def shape(self, args: Sequence[Any], sizes: Sequence[int] = ()) -> Shape | Reason:
+    def shape(self, args: Sequence[Any], sizes: Sequence[int] = (), form: Hashable | None = None) -> Shape | Reason:
         """The analysis for these shapes, or the reason why such a call runs ordinarily.
 
         ``sizes`` are the number of tokens (and sizes of a cut) that the first one found for these inputs did not serve.
+        ``form`` is equal for calls on forests that differ in parameters and buffers alone.
         """
         if self._has_no_tokens and not self._origins(args):  # for any shape: no input distinguishes tokens
             return _NO_TOKENS
@@ -132,9 +135,14 @@ class Analyses:
         if self._strange is not None:
             return self._strange
         tensors = self.tensors(args)
+        key = None if form is None else self._keys.get(form)
+        shape = None if key is None else self._shapes.find(key, tensors)
+        if isinstance(shape, Shape):
+            self._records.report.note_analysis(shape.analysis)
+            return shape
         values = self._values(args, tensors)
         try:
-            shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
+            shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values, form)
         except NotNow as error:
             return Reason(Cause.LATER, str(error))
         if isinstance(shape, Refusal):
@@ -159,11 +167,15 @@ class Analyses:
         found = {i: origin_of(args[i]) for i in self._vectors}
         return {i: origin.per_token for i, origin in found.items() if origin is not None}
 
-    def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
+    def _of_sizes(
+        self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, form: Hashable | None = None
+    ) -> Shape | Refusal:
         """Return the shape or refusal for calls of exactly these sizes."""
         filled = zip(self.filled(args), self._roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
         key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
+        if form is not None:
+            self._keys[form] = key
         shape = self._shapes.find(key, tensors)
         if shape is None:
             with compiling, lasting():

@@ -148,7 +148,7 @@ class CompiledGraph:
         if self._attends and forest is None:  # the model is converted: its hooks have found the tree
             return self._run_ordinary(args, None, None)
         by_column = None if forest is None else self._native.by_column(args, forest)
-        shape = self._analyses.shape(args if by_column is None else by_column)
+        shape = self._analyses.shape(*((args,) if by_column is None else (by_column.args, (), by_column.form)))
         if isinstance(shape, Reason):
             of_images = forest is None and shape.cause is Cause.TRACE and is_in_tower()  # it has no tokens to share
             return self._run_ordinary(args, shape if shape.text and not of_images else None, forest)
@@ -162,9 +162,9 @@ class CompiledGraph:
             raise wrong_row(forest, [x.shape for x in inputs if isinstance(x, Tensor)])
         # Sizes of shards derive from the number of columns, so a graph over ranks proves nothing about it.
         if self._own is None and not shape.analysis.expansions and not shape.analysis.picks:
-            self._counts.check(args, by_column, forest, shape.analysis.known)
+            self._counts.check(args, by_column.args, forest, shape.analysis.known, by_column.form)
         tensors = self._analyses.tensors
-        return self._native.run(shape, tensors(args), tensors(by_column), forest)
+        return self._native.run(shape, tensors(args), tensors(by_column.args), forest, by_column.form)
 
     def _run_ordinary(self, args: Sequence[Any], reason: Reason | None, forest: Forest | None) -> Any:
         if forest is not None and (reason or self._records.report.has_tokens):

@@ -185,8 +185,14 @@ class Padding:
         """
         kept = grid.everywhere() if keep is None else keep
         of_keys, of_values = self._asked if not native else self._asked_without_ids
-        met = [item for item in of_keys if bool((self._met(grid, [item]) | ~kept).all())]
-        return frozenset(met + [item for item in of_values if grid.is_one(item, kept)])
+        met = set[Expr]()
+        for item in of_keys:
+            if bool((self._met(grid, [item]) | ~kept).all()):
+                met.add(item)
+        for item in of_values:
+            if grid.is_one(item, kept):
+                met.add(item)
+        return frozenset(met)
 
     @cached_property
     def _asked(self) -> tuple[list[Expr], list[Expr]]:
@@ -202,10 +208,16 @@ class Padding:
         of_keys, of_values = self._asked
         return list(filterfalse(self._reads_ids, of_keys)), list(filterfalse(self._reads_ids, of_values))
 
+    @cached_property
+    def buffers_decide(self) -> bool:
+        """Whether the answer of ``redundant`` in the native level depends on more than inputs of the call."""
+        roles = dict(zip(self._analysis.gm.graph.find_nodes(op="placeholder"), self._analysis.roles, strict=True))
+        read = [node for asked in self._asked_without_ids for item in asked for node in _read_by(item)]
+        return any(node.op == "get_attr" or roles.get(node, "input") in ("parameter", "buffer") for node in read)
+
     def _reads_ids(self, condition: Expr) -> bool:
         assert self._analysis.tokens is not None
-        loads = [item[1] for item in walk(condition) if item[0] == "load"]
-        return self._analysis.tokens.ids in {*loads, *ancestors(*loads)}
+        return self._analysis.tokens.ids in _read_by(condition)
 
     def is_defined(self, grid: Grid, keep: Tensor | None, starts: Tensor | None = None) -> bool:
         """Return whether tree attention computes the attention of every kept position.
@@ -229,6 +241,12 @@ class Padding:
             if not bool(visible.any(-1).all()):
                 return False
         return True
+
+
+def _read_by(condition: Expr) -> set[fx.Node]:
+    """The values that a condition reads, and all that these are made of."""
+    loads = [item[1] for item in walk(condition) if item[0] == "load"]
+    return {*loads, *ancestors(*loads)}
 
 
 class _Read(NamedTuple):

@@ -8,11 +8,11 @@ from treefx.tools.bench import calls
 from treefx.tools.bench.calls import ENTRIES, Walk, walked
 
 MOST = {
-    "rows": (327, 20),
-    "forest": (314, 30),
-    "converted": (374, 29),
-    "converted, head packed": (570, 33),
-    "a plan of 7 parts": (3980, 47),
+    "rows": (305, 20),
+    "forest": (212, 28),
+    "converted": (254, 28),
+    "converted, head packed": (450, 33),
+    "a plan of 7 parts": (3150, 45),
 }
 """Calls and files of the forward of one block; of a plan, of the whole step."""
 

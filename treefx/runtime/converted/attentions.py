@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,13 +34,19 @@ class Found:
 
     layout: Layout
     written: Mapping[str, Written]
+    _stated: Mapping[str, Stated] | None = field(default=None, repr=False)
 
-    def stated(self, grid: Grid) -> dict[str, Stated]:
-        """Return the scores of all attentions for a call."""
-        return {
-            name: Stated(x.score, reads_of(x, grid), x.scale, x.softcap, x.heads, x.has_sinks)
-            for name, x in self.written.items()
-        }
+    def stated(self, grid: Grid) -> Mapping[str, Stated]:
+        """Return the scores of all attentions for a call: the same each time, unless they read its tables."""
+        found = self._stated
+        if found is None:
+            found = {
+                name: Stated(x.score, reads_of(x, grid), x.scale, x.softcap, x.heads, x.has_sinks)
+                for name, x in self.written.items()
+            }
+            if not any(read.table is not None for stated in found.values() for read in stated.reads):
+                object.__setattr__(self, "_stated", found)
+        return found
 
 
 class Attentions:

@@ -28,7 +28,7 @@ from treefx.runtime.converted.attentions import COMPILE_INSTEAD
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.paths import run_on_paths
-from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
+from treefx.runtime.converted.planner import Plan, Planner
 from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import expect_trees, install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
@@ -168,7 +168,7 @@ class Hooks:
         """Return why this call runs on rows: a hook on the owner would get the packed row."""
         hooks: Any = self.owner._forward_pre_hooks
         after: Any = self.owner._forward_hooks
-        ours, behind = (next((key for key, x in d.items() if _is_of(x, self)), None) for d in (hooks, after))
+        ours, behind = _key_of(hooks, self), _key_of(after, self)
         if behind is not None and next(iter(after)) != behind:
             after.move_to_end(behind, last=False)
         if ours is None or next(reversed(hooks)) == ours:
@@ -189,8 +189,7 @@ class Hooks:
 
     def _plan(self, given: dict[str, Any], labels: Tensor | None) -> Plan | Reason | None:
         """A plan, or why the call runs on rows; None if it shares too little."""
-        ids, mask, positions = (given.get(name) for name in _PER_POSITION)
-        assert ids is not None
+        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         if positions is not None and mask is None and _counts_columns(positions, ids.shape[1]):
             positions = None
         if len(ids) == 1 and positions is None and mask is None:
@@ -241,10 +240,11 @@ class Hooks:
 
     def _packed(self, given: dict[str, Any], found: Plan) -> dict[str, Any]:
         ids, positions = given["input_ids"], given.get("position_ids")
-        row, column, _, token_of = (x.to(ids.device) for x in found.batch.metadata)
+        row, column, _, token_of = [x.to(ids.device) for x in found.batch.metadata]
         place = column if positions is None else positions.expand_as(ids)[row, column]
+        scores = found.variant.on(ids.device)
         for name, module in self._planner.modules.items():
-            install(module, found.variant.on(ids.device)[without_compiled_name(name)], found.variant.size)
+            install(module, scores[name], found.variant.size)
         for name in found.mixers:
             run_on_paths(self._planner.by_name[name])
         call = self._call
@@ -332,8 +332,12 @@ _FOREST = (
 )
 
 
-def _is_of(hook: Any, hooks: Hooks) -> bool:
-    return getattr(hook, "__self__", None) is hooks
+def _key_of(registered: Mapping[Any, Any], hooks: Hooks) -> Any:
+    """The key of the hook of ``hooks`` among those of a module; None without one."""
+    for key, hook in registered.items():
+        if getattr(hook, "__self__", None) is hooks:
+            return key
+    return None
 
 
 def _makes_cache(owner: Any, asked: Any) -> bool:
@@ -361,7 +365,7 @@ def _counts_columns(positions: Tensor, columns: int) -> bool:
 
 def _why_rows(given: Mapping[str, Any], config: Any) -> Reason | None:
     """Return why a call of any model runs on rows; None if there is no reason."""
-    ids, mask, positions = (given.get(name) for name in _PER_POSITION)
+    ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         return Reason(Cause.INPUT, "the call gives no input_ids [B, T]")
     if given.get("use_cache") or given.get("past_key_values") is not None:
@@ -373,10 +377,17 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> Reason | None:
     asked = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if asked is None else asked:
         return Reason(Cause.INPUT, "the call requests attention probabilities (output_attentions)")
-    rest = {name: tree_leaves(x) for name, x in given.items() if name not in {*_PER_POSITION, *_SAYS_NOTHING}}
-    other = next((name for name, found in rest.items() if any(isinstance(x, Tensor) and x.dim() for x in found)), None)
-    text = f"the call gives {other}, of which nothing is known on distinct tokens; {COMPILE_INSTEAD}"
-    return None if other is None else Reason(Cause.INPUT, text)
+    for name, value in given.items():
+        if name in _PER_POSITION or name in _SAYS_NOTHING or isinstance(value, _PLAIN):
+            continue
+        for x in tree_leaves(value):
+            if isinstance(x, Tensor) and x.dim():
+                text = f"the call gives {name}, of which nothing is known on distinct tokens; {COMPILE_INSTEAD}"
+                return Reason(Cause.INPUT, text)
+    return None
+
+
+_PLAIN = (int, float, str, type(None))
 
 
 def expanded(

@@ -219,7 +219,7 @@ class Planner:
         return self._cached[key]
 
     def _refresh(self) -> bool:
-        return any([refresh(copied, module) for module, copied in self._pairs])
+        return refresh(self._pairs)
 
     def _renew(self) -> list[nn.Module]:
         """Make the skeleton, again if the modules of the model have changed."""
@@ -228,7 +228,8 @@ class Planner:
             self._copy = skeleton(self._owner)
             self._pairs = list(zip(_without_wrappers(modules), self._copy.modules(), strict=True))
             self._buffers = Buffers(self._pairs)
-            self.modules = attention_modules(self._owner)
+            modules_of = attention_modules(self._owner)
+            self.modules = {without_compiled_name(name): module for name, module in modules_of.items()}
             attention = attention_modules(self._copy)
             self._blocks, self._attention = blocks_of(self._copy, attention), frozenset(attention)
             self._kinds_of_layers = kinds_of_layers(self._owner)
@@ -288,7 +289,7 @@ def _own_code(module: nn.Module) -> Any:
 
 def _kind_of(given: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the arguments of a call: calls of one kind are proved once."""
-    return tuple(sorted(name for name, x in given.items() if x is not None))
+    return tuple(sorted([name for name, x in given.items() if x is not None]))
 
 
 def _settings(owner: nn.Module) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ def find_hook(modules: Sequence[nn.Module]) -> str | None:
         modules: The module that takes the ids, with hooks on rows, and all modules below it.
     """
     for attribute, kind in _HOOKS.items():
-        for hook in _global_hooks(attribute):
+        for hook in tuple(getattr(nn_module, f"_global{attribute}", {}).values()):
             if not _is_harmless(hook):
                 return f"the {kind} {_name_of(hook)} is registered for all modules"
     for module in modules[1:]:
@@ -57,10 +57,6 @@ def find_hook(modules: Sequence[nn.Module]) -> str | None:
         if hook is not None and not _is_harmless(hook):
             return f"{_path(modules[0], module)} has accelerate's hook {_name_of(hook)}"
     return None
-
-
-def _global_hooks(attribute: str) -> Sequence[Any]:
-    return tuple(getattr(nn_module, f"_global{attribute}", {}).values())
 
 
 def _plain(hook: Any) -> Any:

@@ -18,11 +18,11 @@ def split_over(*models: nn.Module) -> int:
     its weights: along tensor parallel ranks some are copies, or cut along another dimension than the first. FSDP
     cuts the first one of all. A dimension of a mesh that is taken for one of these costs a few tokens.
     """
-    parameters: Iterable[Any] = (parameter for model in models for parameter in model.parameters())
-    sizes = {
-        int(parameter.device_mesh.size(dim))
-        for parameter in parameters
-        for dim, placement in enumerate(getattr(parameter, "placements", ()))
-        if placement.is_replicate() or (placement.is_shard() and placement.dim > 0)
-    }
+    sizes = set[int]()
+    for model in models:
+        parameters: Iterable[Any] = model.parameters()
+        for parameter in parameters:
+            for dim, placement in enumerate(getattr(parameter, "placements", ())):
+                if placement.is_replicate() or (placement.is_shard() and placement.dim > 0):
+                    sizes.add(int(parameter.device_mesh.size(dim)))
     return math.lcm(*sizes)

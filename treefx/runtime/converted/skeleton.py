@@ -8,7 +8,7 @@ its parameters is asked for and never written, so that a model of any size has o
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ _OWN = {
     "treefx_scores",
 }
 """Attributes that a copy does not share with its original."""
+_NOT_SETTINGS = (types.MethodType, Tensor, nn.Module)
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -57,17 +58,22 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
     return next((inner for inner in found if inner is not None), None)
 
 
-def refresh(copied: nn.Module, module: nn.Module) -> bool:
-    """Update the settings of a copy: training, probability of dropout, switch of an adapter.
+def refresh(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
+    """Update the settings of copies: training, probability of dropout, switch of an adapter.
+
+    Args:
+        pairs: Modules and their copies.
 
     Returns:
         Whether any has changed.
     """
-    state, has_changed = copied.__dict__, False
-    for name, value in module.__dict__.items():
-        if name in _OWN or state.get(name) is value or isinstance(value, types.MethodType | Tensor | nn.Module):
-            continue
-        state[name], has_changed = value, True
+    has_changed = False
+    for module, copied in pairs:
+        state = copied.__dict__
+        for name, value in module.__dict__.items():
+            if name in _OWN or state.get(name) is value or isinstance(value, _NOT_SETTINGS):
+                continue
+            state[name], has_changed = value, True
     return has_changed
 
 

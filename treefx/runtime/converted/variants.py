@@ -46,6 +46,9 @@ class Variants:
             planes: How many planes they read.
         """
         for known in self._known:
+            if known.scores is scores:
+                return known
+        for known in self._known:
             if known.scores.keys() == scores.keys() and all(known.scores[x].equals(scores[x]) for x in scores):
                 return known
         if len(self._known) == _MOST:

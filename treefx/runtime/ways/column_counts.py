@@ -8,7 +8,7 @@ of Python on it, while Dynamo captured the graph, are in Dynamo's guards: each h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -64,9 +64,20 @@ class ColumnCounts:
     def __init__(self, gm: fx.GraphModule, roles: list[str], analyses: Analyses) -> None:
         self._gm, self._roles, self._analyses = gm, roles, analyses
         self._symbols = Symbols(gm)
+        examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        self._captured = next((x.node.shape_env for x in examples if isinstance(x, SymInt)), None)
+        """Has the conditions on its symbols under which Dynamo captured the graph."""
         self._known: Bounded[Any, BatchSizes | str] = Bounded(_KEPT)
+        self._of_forms: Bounded[Hashable, BatchSizes] = Bounded(_KEPT)
 
-    def check(self, args: Sequence[Any], by_column: Sequence[Any], forest: Forest, known: InputValues) -> None:
+    def check(
+        self,
+        args: Sequence[Any],
+        by_column: Sequence[Any],
+        forest: Forest,
+        known: InputValues,
+        form: Hashable | None = None,
+    ) -> None:
         """Raise if a forest's packed row would give other results than its rows.
 
         Args:
@@ -74,6 +85,7 @@ class ColumnCounts:
             by_column: The same as functions of the column.
             forest: The forest, or a part of it.
             known: Proofs from the values of ``by_column``.
+            form: Equal for calls with equal ``by_column``, if known.
 
         Raises:
             UnsupportedError: The graph computes with the number of columns, or its use cannot be determined.
@@ -81,6 +93,18 @@ class ColumnCounts:
         whole = forest.uncut if isinstance(forest, EdgeSubset) else forest
         lengths = sorted({max(length, _SMALLEST) for length in whole.row_offsets.diff().tolist()})
         self._check_guards(args, forest.num_tokens, lengths)
+        found = None if form is None else self._of_forms.get(form)
+        if found is None:
+            found = self._sizes(args, by_column, forest, known)
+            if form is not None:
+                self._of_forms[form] = found
+        values = found.values(self._analyses.tensors(by_column))
+        for length in lengths:
+            if not found.holds({**values, found.symbol(COLUMNS): length}):
+                raise UnsupportedError(_DECIDES.format("while it is traced", length, _WAY_OUT))
+
+    def _sizes(self, args: Sequence[Any], by_column: Sequence[Any], forest: Forest, known: InputValues) -> BatchSizes:
+        """Return the graph's sizes with symbolic columns and conditions."""
         pattern = pattern_of(self._analyses.sized, self._roles, self._analyses.filled(by_column))
         if pattern is None or self._has_fixed_columns(args, forest.num_tokens):
             raise UnsupportedError(_FIXED.format(forest.num_tokens, _WAY_OUT))
@@ -90,10 +114,7 @@ class ColumnCounts:
                 found = self._known[pattern, known] = self._look(by_column, known, pattern)
         if isinstance(found, str):
             raise UnsupportedError(found)
-        values = found.values(self._analyses.tensors(by_column))
-        for length in lengths:
-            if not found.holds({**values, found.symbol(COLUMNS): length}):
-                raise UnsupportedError(_DECIDES.format("while it is traced", length, _WAY_OUT))
+        return found
 
     def _look(self, by_column: Sequence[Any], known: InputValues, pattern: Pattern) -> BatchSizes | str:
         """Return the graph's sizes with symbolic columns and conditions, or a refusal's text."""
@@ -123,21 +144,18 @@ class ColumnCounts:
         return not all(isinstance(size, SymInt) and isinstance(size.node.expr, sympy.Symbol) for size in rows)
 
     def _check_guards(self, args: Sequence[Any], count: int, lengths: Sequence[int]) -> None:
+        guards = () if self._captured is None else self._captured.guards
+        if not guards:
+            return
         values = self._symbols.values(args)
         counts = {symbol for symbol, value in values.items() if value == count}
-        for guard in self._guards():
+        for guard in guards:
             if not guard.expr.free_symbols <= values.keys() or not guard.expr.free_symbols & counts:
                 continue
             for length in lengths:
                 if guard.expr.xreplace({**values, **dict.fromkeys(counts, length)}) == sympy.false:
                     place = f"{guard.expr}, asked at {guard.sloc}"
                     raise UnsupportedError(_DECIDES.format(place, length, _WAY_OUT))
-
-    def _guards(self) -> Sequence[Any]:
-        """The conditions on its symbols under which Dynamo captured the graph."""
-        examples = (node.meta.get("example_value") for node in self._gm.graph.find_nodes(op="placeholder"))
-        found = next((x.node.shape_env for x in examples if isinstance(x, SymInt)), None)
-        return [] if found is None else found.guards
 
 
 def _is_number(node: fx.Node) -> bool:

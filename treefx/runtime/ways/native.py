@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -14,9 +14,12 @@ from treefx.forests.context import ran_on_forest
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
 from treefx.inputs.token_count import PackedSize
+from treefx.kernels.memory import Bounded
+from treefx.kernels.score import Expr
 from treefx.passes.analysis import Variant
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.labels.rows import rows_in_order
+from treefx.passes.trace.pattern import is_number_input
 from treefx.passes.trace.unseen_changes import changed_by
 from treefx.runtime.call_plan import forest_batch
 from treefx.runtime.cut import CutRow
@@ -48,6 +51,22 @@ _SEVERAL = (
 )
 
 
+_Kind: TypeAlias = Literal["depth", "ones", "ids"]
+_KEPT = 64
+_KEPT_BY_MODEL = ("parameter", "buffer")
+
+
+class ByColumn(NamedTuple):
+    """Inputs of a native call as functions of the column.
+
+    ``form`` is equal for calls whose ``args`` are, but for parameters and buffers; None where other tensors come with
+    the call.
+    """
+
+    args: list[Any]
+    form: Hashable | None
+
+
 class NativeRun:
     """Run a graph on the packed row of a forest.
 
@@ -64,9 +83,11 @@ class NativeRun:
     ) -> None:
         self._gm, self._counts = gm, dict[tuple[int, ...], str | None]()
         self._roles, self._packed, self._records, self._size = roles, packed, records, size
-        self._columns = 0
+        nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
+        self._given = [i for i, (node, role) in enumerate(nodes) if role not in _KEPT_BY_MODEL or is_number_input(node)]
+        self._columns, self._known = 0, Bounded[Any, frozenset[Expr]](_KEPT)
 
-    def by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
+    def by_column(self, args: Sequence[Any], forest: Forest) -> ByColumn | None:
         """Return the inputs of a native call as functions of the column.
 
         None for a graph without the packed row.
@@ -75,23 +96,45 @@ class NativeRun:
         forest: one compilation then serves all forests that are no deeper.
         """
         count = forest.num_tokens
-        self._check_values(args, count)
-        packed = [
-            isinstance(x, Tensor) and x.shape == (1, count) and self._roles[i] == "input" for i, x in enumerate(args)
-        ]
-        if not any(packed):
+        rows, numbers, others = list[int](), list[int](), False
+        for i in self._given:
+            x = args[i]
+            if not isinstance(x, Tensor):
+                numbers += [i] * (isinstance(x, int) and not isinstance(x, bool) and x == count)
+            elif x.shape == (1, count) and self._roles[i] == "input":
+                rows.append(i)
+            else:
+                others = True
+        if not rows:
             return None
-        numbers = [not isinstance(x, Tensor) and _is_number(x) and x == count for x in args]
-        self._check_changes(tuple([i for i, x in enumerate(packed) if x or numbers[i]]))
-        dynamic = any([isinstance(x, int) and x == count for x in args])
-        if dynamic:
+        if others:
+            self._check_values(args, count)
+        self._check_changes(tuple(sorted(rows + numbers)))
+        if numbers:
             self._columns = max(self._columns, _capacity(forest, self._size.ranks))
-        columns = self._columns if dynamic else count
-        result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
-        return [columns if is_count else x for x, is_count in zip(result, numbers, strict=True)]
+        columns, result, kinds = self._columns if numbers else count, list(args), dict[int, _Kind]()
+        for i in rows:
+            kinds[i] = _kind_of(args[i], forest)
+            result[i] = _of_columns(kinds[i], args[i], columns)
+        for i in numbers:
+            result[i] = columns
+        if others:
+            return ByColumn(result, None)
+        form = [(kinds[i], x.dtype, x.device) if i in kinds else (type(x), x) for i in self._given for x in [result[i]]]
+        return ByColumn(result, (columns, *form))
 
-    def run(self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
-        """The native level: the graph's row is the packed row of a forest."""
+    def run(
+        self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest, form: Hashable | None
+    ) -> Any:
+        """The native level: the graph's row is the packed row of a forest.
+
+        Args:
+            shape: The analysis, and its code.
+            args: The tensors of the call.
+            by_column: The same as functions of the column.
+            forest: The forest, or a part of it.
+            form: That of the call, see ``ByColumn``.
+        """
         tokens = shape.analysis.tokens
         assert tokens is not None
         position = shape.analysis.position_of_ids
@@ -101,11 +144,11 @@ class NativeRun:
         _check_sight(shape, by_column, position, forest)
         cut = forest.cut if isinstance(forest, CutRow) else None
         batch = forest_batch(forest, ids.device, tokens.rows, tokens.columns, self._size if cut is None else None)
-        redundant = shape.padding.redundant(shape.grid(by_column), None, native=True)
+        redundant = self._redundant(shape, by_column, form)
         part = forest.part_tokens if isinstance(forest, EdgeSubset) else None
         counts = (forest.raw_tokens, forest.num_tokens) if part is None else part
-        self._records.report.raw_tokens, self._records.report.tokens = counts
-        self._records.report.trie = weakref.ref(forest), redundant
+        report = self._records.report
+        (report.raw_tokens, report.tokens), report.trie = counts, (weakref.ref(forest), redundant)
         by_column[position] = torch.cat([ids, ids[:, :1].expand(1, batch.size - batch.tokens)], 1)
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
         ran_on_forest()
@@ -116,6 +159,15 @@ class NativeRun:
         tokens_of = [value[None, : batch.tokens] if i in packed else value for i, value in enumerate(results)]
         others = packed.keys() - plain
         return tuple([rows_in_order(x, packed[i]) if i in others else x for i, x in enumerate(tokens_of)])
+
+    def _redundant(self, shape: Shape, by_column: Sequence[Any], form: Hashable | None) -> frozenset[Expr]:
+        """The conditions that all tokens meet: known for a form, where no buffer decides."""
+        found = None if form is None else self._known.get((shape, form))
+        if found is None:
+            found = shape.padding.redundant(shape.grid(by_column), None, native=True)
+            if form is not None and not shape.padding.buffers_decide:
+                self._known[shape, form] = found
+        return found
 
     def _check_values(self, args: Sequence[Any], count: int) -> None:
         """Raise if an input has several values for each token of the packed row.
@@ -139,10 +191,6 @@ class NativeRun:
         reason = self._counts[positions]
         if reason is not None:
             raise UnsupportedError(reason)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _describe(operator: fx.Node, changed: fx.Node) -> str:
@@ -185,18 +233,23 @@ def _capacity(forest: Forest, ranks: int) -> int:
     return columns + -columns % ranks
 
 
-def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
-    """Return an input of the native level as a function of the column.
-
-    Inputs are positions, a mask of ones, or token ids; the latter become a number that proves nothing about them.
-    """
-    if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
-        return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
+def _kind_of(value: Tensor, forest: Forest) -> _Kind:
+    """Return which input of the native level a row is."""
+    given = value[0].cpu().long()
+    if torch.equal(given, forest.depth.cpu().long()):
+        return "depth"
     if bool((value == 1).all()):
-        return value.new_ones(1, columns)
-    if torch.equal(value[0].cpu().long(), forest.tokens.cpu().long()):
-        return value.new_full((1, columns), -1)
+        return "ones"
+    if torch.equal(given, forest.tokens.cpu().long()):
+        return "ids"
     raise ForestError(
         "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) "
         "or all ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"
     )
+
+
+def _of_columns(kind: _Kind, value: Tensor, columns: int) -> Tensor:
+    """Return an input as a function of the column; token ids become a number that proves nothing about them."""
+    if kind == "depth":
+        return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
+    return value.new_full((1, columns), 1 if kind == "ones" else -1)
