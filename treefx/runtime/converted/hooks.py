@@ -30,7 +30,7 @@ from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.paths import run_on_paths
 from treefx.runtime.converted.planner import Plan, Planner
 from treefx.runtime.converted.readers import Attributes
-from treefx.runtime.converted.seam import expect_trees, install, uninstall
+from treefx.runtime.converted.seam import drop_stale_forwards, expect_trees, install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import GraphReport, KeptGraph, register, steps_of, version_of
@@ -141,6 +141,7 @@ class Hooks:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         call.kwargs = kwargs
         expect_trees(False)
+        drop_stale_forwards(owner.modules())
         self._begin()
         reason = _why_rows(given, getattr(self.owner, "config", None)) or self._put_in_order()
         with self._lock:  # Dynamo and the skeleton serve one call at a time

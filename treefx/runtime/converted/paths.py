@@ -31,7 +31,7 @@ from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.passes.causal.tree_mixers import LibraryTree, TreeConvolution, TreeScan, Vanishing
 from treefx.passes.labels.facts import fact_of
 from treefx.passes.scores.attention_facts import Attention
-from treefx.runtime.converted.seam import mark_copy, own_forward, running_on_tree
+from treefx.runtime.converted.seam import mark_copy, own_forward, put_forward, running_on_tree
 from treefx.runtime.converted.sizes import module_of
 
 __all__ = ["count_leaves", "find_mixers", "run_on_paths"]
@@ -146,7 +146,7 @@ def run_on_paths(module: nn.Module) -> None:
     """Make a module run on the paths of a tree that it gets as its mask."""
     slot, function = own_forward(module)
     if function is not None:
-        module.__dict__[slot] = types.MethodType(_on_paths(function), module)
+        put_forward(module, slot, _on_paths(function))
 
 
 def _on_paths(function: Callable[..., Any]) -> types.FunctionType:

@@ -37,7 +37,7 @@ from treefx.runtime.converted.readers import find_hook
 from treefx.runtime.converted.seam import attention_modules, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.converted.sizes import SIZE, check_blocks, computes_with_size
-from treefx.runtime.converted.skeleton import WRAPPERS, Buffers, refresh, skeleton, wrapped_in
+from treefx.runtime.converted.skeleton import WRAPPERS, Buffers, codes_of, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.variants import Variant, Variants
 from treefx.runtime.converted.written import plane_of
 from treefx.runtime.dynamo import keep_graphs_whole, role_of
@@ -104,6 +104,7 @@ class Planner:
     def __init__(self, owner: nn.Module, config: Config) -> None:
         self._owner, self._config = owner, config
         self._known: list[nn.Module] = []
+        self._codes: list[Any] = []
         self._compiled: Callable[..., Any] = owner
         self._mask: Tensor | None = None
         self.kinds_of_masks: dict[tuple[tuple[str, ...], frozenset[str]], tuple[str, ...]] = {}
@@ -222,9 +223,10 @@ class Planner:
         return refresh(self._pairs)
 
     def _renew(self) -> list[nn.Module]:
-        """Make the skeleton, again if the modules of the model have changed."""
+        """Make the skeleton, again if the modules of the model or their code have changed."""
         modules = list(self._owner.modules())
-        if modules != self._known:
+        codes = codes_of(modules)
+        if modules != self._known or codes != self._codes:
             self._copy = skeleton(self._owner)
             self._pairs = list(zip(_without_wrappers(modules), self._copy.modules(), strict=True))
             self._buffers = Buffers(self._pairs)
@@ -237,7 +239,8 @@ class Planner:
             self._compiled = torch.compile(
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
-            self._known, self.kinds_of_masks, self._refused, self._cached = modules, {}, {}, {}
+            self._known, self._codes = modules, codes
+            self.kinds_of_masks, self._refused, self._cached = {}, {}, {}
             self._tables = self._found_tables = None
         self._buffers.refresh()
         return modules

@@ -17,7 +17,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +29,13 @@ from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, walk
 
 __all__ = [
+    "ORIGINAL",
     "UNWRAPPED",
     "Read",
     "Stated",
     "attend_on_tree",
     "attention_modules",
+    "drop_stale_forwards",
     "eager_or_other",
     "expect_trees",
     "install",
@@ -41,6 +43,7 @@ __all__ = [
     "mark_copy",
     "original_of",
     "own_forward",
+    "put_forward",
     "reads_trees",
     "running_on_tree",
     "tree_of",
@@ -57,8 +60,10 @@ _OWN = "treefx_{}"
 """Under this name a copied forward finds what reads trees, in the globals of the model's file."""
 _SCORES = "treefx_scores"
 """Attribute of an attention module: its scores, by the size of the tree."""
-_ORIGINAL = "treefx_original"
+ORIGINAL = "treefx_original"
 """Attribute of a forward that reads trees: the forward that it is a copy of."""
+_OF_CLASS = "treefx_of_class"
+"""Attribute of a module with a forward that reads trees: true if it copies the forward of the class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +210,7 @@ def install(module: nn.Module, stated: Stated, size: int) -> None:
             setattr(type(functions), _GET_READING, _get_interface)
         slot, function = own_forward(module)
         if function is not None:
-            module.__dict__[slot] = types.MethodType(_reading(function), module)
+            put_forward(module, slot, _reading(function))
     known = module.__dict__.get(_SCORES, {})
     if known.get(size) is not stated:  # compiled blocks are compiled again for another object
         module.__dict__[_SCORES] = {**known, size: stated}
@@ -242,19 +247,40 @@ def own_forward(module: nn.Module) -> tuple[str, types.FunctionType | None]:
     """Return the attribute that holds a module's forward, and its function; None where treefx has replaced it."""
     slot = UNWRAPPED if UNWRAPPED in module.__dict__ else "forward"
     forward = module.__dict__.get(slot, types.MethodType(type(module).forward, module))
-    is_copy = hasattr(getattr(forward, "__func__", None), _ORIGINAL)
+    is_copy = hasattr(getattr(forward, "__func__", None), ORIGINAL)
     return slot, None if is_copy else _function_of(forward, module)
+
+
+def put_forward(module: nn.Module, slot: str, made: types.FunctionType) -> None:
+    """Set a forward that reads trees in the attribute that ``own_forward`` returned."""
+    if slot not in module.__dict__:
+        module.__dict__[_OF_CLASS] = True
+    module.__dict__[slot] = types.MethodType(made, module)
+
+
+def drop_stale_forwards(modules: Iterable[nn.Module]) -> None:
+    """Remove copies of forwards of modules if their class, or its forward, has changed since."""
+    for module in modules:
+        if _OF_CLASS not in module.__dict__:
+            continue
+        original = original_of(module.__dict__.get("forward"))
+        if original is not type(module).forward:
+            del module.__dict__[_OF_CLASS]
+            if original is not None:  # otherwise the user has set another forward
+                del module.__dict__["forward"]
 
 
 def mark_copy(made: Any, function: Any) -> Any:
     """Mark a forward that reads trees with the one that it stands for."""
-    setattr(made, _ORIGINAL, function)
+    setattr(made, ORIGINAL, function)
     return made
 
 
 def uninstall(module: nn.Module) -> None:
     """Give a module its own forward back."""
+    drop_stale_forwards([module])
     module.__dict__.pop(_SCORES, None)
+    module.__dict__.pop(_OF_CLASS, None)
     for slot in (UNWRAPPED, "forward"):
         original = original_of(module.__dict__.get(slot))
         if original is None:
@@ -267,7 +293,7 @@ def uninstall(module: nn.Module) -> None:
 
 def original_of(forward: Any) -> Any:
     """The function that a forward which reads trees is a copy of; None for any other forward."""
-    return getattr(getattr(forward, "__func__", None), _ORIGINAL, None)
+    return getattr(getattr(forward, "__func__", None), ORIGINAL, None)
 
 
 def _function_of(forward: Any, module: nn.Module) -> types.FunctionType:

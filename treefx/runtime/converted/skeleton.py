@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treefx.runtime.converted.seam import UNWRAPPED, original_of
+from treefx.runtime.converted.seam import ORIGINAL, UNWRAPPED, original_of
 
-__all__ = ["Buffers", "UNWRAPPED", "WRAPPERS", "refresh", "skeleton", "wrapped_in"]
+__all__ = ["Buffers", "UNWRAPPED", "WRAPPERS", "codes_of", "refresh", "skeleton", "wrapped_in"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Attributes in which ``torch.compile`` and ``checkpoint_wrapper`` hold the wrapped module."""
@@ -38,6 +38,7 @@ _OWN = {
     "gradient_checkpointing",
     "forward",
     "treefx_hooks",
+    "treefx_of_class",
     "treefx_scores",
 }
 """Attributes that a copy does not share with its original."""
@@ -56,6 +57,27 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
     """The module that another one stands for and computes the same as, if it is such a one."""
     found = (module.__dict__["_modules"].get(name) for name in WRAPPERS)
     return next((inner for inner in found if inner is not None), None)
+
+
+def codes_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the code of modules: their classes, the forwards of these, and the modules' own methods.
+
+    A forward that reads trees counts as its original.
+    """
+    found: list[Any] = []
+    for module in modules:  # no call of a function for each in a steady step
+        made = type(module)
+        if hasattr(made, "_orig_cls_mro_index") or made.__name__.startswith("FSDP"):
+            made = _class_of(module)
+        found += (made, made.forward)
+        for name, value in module.__dict__.items():
+            if name != "forward" and type(value) is not types.MethodType:
+                continue
+            function = getattr(value, "__func__", value) if getattr(value, "__self__", None) is module else value
+            function = getattr(function, ORIGINAL, function)
+            if name != "forward" or function is not made.forward:
+                found += (name, function)
+    return found
 
 
 def refresh(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
