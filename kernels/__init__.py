@@ -4,13 +4,13 @@ The contract is ``api`` (checked arguments) and ``ops`` (the operators that grap
 ``score`` is the language of scores. Rooms: ``tiles`` says which tiles of the mask exist, ``cpu`` and ``gpu`` compute
 them, ``recurrence`` runs linear recurrences and convolutions along a tree. ``head_loss`` computes LM head and loss,
 ``sparse`` attention to keys that each query has chosen.
-``expand`` reads packed values on rows, and sums gradients of rows.
+``expand`` reads packed values on rows, and sums gradients of rows. ``first_derivatives`` refuses second ones.
 This package knows no FX graph and no trainer.
 
 Order of imports, each only of what stands before an arrow::
 
-    memory, expand, cuda_graphs, dumps, code_files, score, common -> masked_products,
-    expression_text, own_products -> reference -> checks -> tiles -> cpu, gpu, recurrence
+    memory, expand, cuda_graphs, dumps, code_files, score, common, first_derivatives
+    -> masked_products, expression_text, own_products -> reference -> checks -> tiles -> cpu, gpu, recurrence
     -> head_loss, sparse, ops -> api
 """
 

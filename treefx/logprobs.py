@@ -18,6 +18,7 @@ from treefx.arguments import check_number, check_whole
 from treefx.errors import ForestError, InputError
 from treefx.forests.context import check_run
 from treefx.forests.forest import Forest
+from treefx.kernels.first_derivatives import once_differentiable
 from treefx.kernels.head_loss.choose import runs_fused
 
 __all__ = ["edge_entropy", "edge_logprobs"]
@@ -201,7 +202,7 @@ class _LogitsLogprobs(torch.autograd.Function):
         return logits[source, token].to(dtype) / temperature - lse[slot]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("treefx.edge_logprobs")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.fused:
             return _backward_on_device(ctx, grad), None, None, None
@@ -261,7 +262,7 @@ class _LogitsEntropy(torch.autograd.Function):
         return cast(torch.Tensor, entropy)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("treefx.edge_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, rows, lse, entropy = ctx.saved_tensors
         grad = grad.to(lse.dtype) / ctx.temperature

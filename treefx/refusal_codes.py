@@ -70,8 +70,9 @@ REFUSALS: tuple[ReasonCode, ...] = (
     ),
     ReasonCode(
         "TFX210", "second derivative",
-        "what a custom autograd.Function saved is a constant to torch.compile, so its second derivative would be wrong",
-        "run the model uncompiled for that, or write the function as plain operators",
+        "compiled graphs, outputs that are read lazily and treefx's own functions have a first derivative only; what a "
+        "custom autograd.Function saved is a constant to torch.compile, so its second derivative would be wrong",
+        "run the model uncompiled and unconverted for that, or write the function as plain operators",
     ),
     ReasonCode(
         "TFX211", "field of a vision tower's result",

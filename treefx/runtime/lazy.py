@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.first_derivatives import once_differentiable
 from treefx.kernels.memory import lasting
 from treefx.runtime.records import now, stepped_since
 from treefx.runtime.shapes import COMPARED_BYTES, bits
@@ -198,6 +199,7 @@ class _Attach(torch.autograd.Function):
         return LazyRows(deferred)
 
     @staticmethod
+    @once_differentiable("an output that is computed when it is read")
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         inputs = ctx.saved_tensors  # raises if an input was changed in place since the forward
         if grad is None:

@@ -201,6 +201,58 @@ def test_second_derivatives_are_refused() -> None:
         sum(g.square().sum() for g in gradients).backward()
 
 
+class Broken(nn.Module):
+    """Layers, and a head behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny()
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        hidden = self.inner(**inputs).hidden
+        torch._dynamo.graph_break()
+        return self.inner.head(hidden)
+
+
+LINEAR: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+    "logits": (tiny, lambda run: run(**BATCH.inputs()).logits.sum()),
+    "hidden states": (tiny, lambda run: run(**BATCH.inputs()).hidden[..., 0].sum()),
+    "a graph behind another": (Broken, lambda run: run(**BATCH.inputs()).sum()),
+}
+"""Models, and sums of what they return: the gradient of each entry requires no gradient."""
+
+
+def check_penalty(value: Callable[[], Tensor], parameters: list[nn.Parameter], named: bool) -> None:
+    """Gradients with ``create_graph`` are the plain ones, and a penalty on them is no constant."""
+    first = value()
+    gradients = torch.autograd.grad(first, parameters, create_graph=True, allow_unused=True)
+    plain = torch.autograd.grad(value(), parameters, allow_unused=True)
+    for x, y in zip(plain, gradients, strict=True):
+        assert (x is None) is (y is None) and (x is None or y is None or torch.equal(x, y))
+    loss = first + sum(g.square().sum() for g in gradients if g is not None)
+    with pytest.raises(Exception, match="double backward|a second one was taken"):
+        if named:
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", LINEAR)
+def test_penalties_on_gradients_are_refused(name: str, named: bool) -> None:
+    make, value = LINEAR[name]
+    model = make()
+    run = compile_with(model, inner="aot_eager")
+    check_penalty(lambda: value(run), list(model.parameters()), named)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("function", [treefx.edge_logprobs, treefx.edge_entropy])
+def test_penalties_on_gradients_of_edges_are_refused(function: Any, named: bool) -> None:
+    model, forest = nn.Embedding(61, 61).double(), treefx.Forest.from_sequences(BATCH.input_ids)
+    check_penalty(lambda: function(model(forest.model_inputs()["input_ids"]), forest).sum(), [model.weight], named)
+
+
 class Gate(torch.autograd.Function):
     """Its backward is a function of saved values, which have another derivative."""
 

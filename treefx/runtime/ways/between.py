@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from treefx.kernels.first_derivatives import once_differentiable
 from treefx.kernels.memory import on_host
 from treefx.passes.analysis import Analysis
 from treefx.passes.labels.facts import Dims
@@ -112,7 +112,7 @@ class _Attach(torch.autograd.Function):
         return RowsBetween(deferred, packed)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a value between two graphs of a model")
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         inputs = ctx.saved_tensors  # raises if an input was changed in place since the forward
         none = (None,) * len(inputs)

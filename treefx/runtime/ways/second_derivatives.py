@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from treefx.errors import UnsupportedError
+from treefx.kernels.first_derivatives import refuse_derivative
 
 __all__ = ["has_custom_functions", "refuse_second_derivatives"]
 
@@ -43,22 +43,15 @@ def refuse_second_derivatives(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _marked(given: Sequence[Tensor], grad: Tensor) -> Tensor:
-    """An incoming gradient, made of all that its own gradient may be asked for."""
+    """Return an incoming gradient that depends on all that its own gradient may be asked for."""
     if not torch.is_grad_enabled():  # no backward will differentiate it
         return grad
-    marked: Tensor = _Refuse.apply(grad, *given)  # type: ignore[no-untyped-call]
+    marked: Tensor = refuse_derivative(grad, (grad, *given), _TEXT)
     return marked
 
 
-class _Refuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *given: Tensor) -> Tensor:
-        return grad.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(
-            "a second derivative (create_graph=True) through an autograd.Function in a compiled model: what the "
-            "function saved is a constant to torch.compile; run the model uncompiled for that, or write the function "
-            "as plain operators"
-        )
+_TEXT = (
+    "a second derivative (create_graph=True) through an autograd.Function in a compiled model: what the "
+    "function saved is a constant to torch.compile; run the model uncompiled for that, or write the function "
+    "as plain operators"
+)
