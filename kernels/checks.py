@@ -3,7 +3,7 @@
 Each check computes a sample of queries a second time, in any form that the kernels have: the forward by the dense
 reference; the backward with gradients for these queries alone, by the kernel and by the reference. The sample has 64
 queries of the whole forest, others each time. A check waits for the device, and draws no number from PyTorch's
-generators.
+generators. The first use of a form of the kernels is compared in the same way, with or without the variable.
 """
 
 import itertools
@@ -22,7 +22,18 @@ from treefx.kernels import reference
 from treefx.kernels.common import Inputs, relative_error
 from treefx.kernels.score import Score
 
-__all__ = ["EVERY", "check_backward", "check_forward", "exact_products", "tolerance_of", "usable_inputs"]
+__all__ = [
+    "EVERY",
+    "backward_errors",
+    "check_backward",
+    "check_forward",
+    "exact_products",
+    "forward_errors",
+    "listed_errors",
+    "sample_queries",
+    "tolerance_of",
+    "usable_inputs",
+]
 
 _QUERIES = 64
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -55,15 +66,9 @@ def check_forward(inputs: Inputs, score: Score, out: Tensor, lse: Tensor) -> Non
     Raises:
         TreefxError: They differ by more than rounding.
     """
-    rows = _sample(_forwards, inputs)
-    if rows is None:
-        return
-    with torch.inference_mode(False), torch.no_grad(), exact_products():
-        wanted = reference.forward(usable_inputs(inputs), score, rows)
-    got = out[:, :, rows], lse[:, :, rows]
-    _compare(
-        "forward", inputs, dict(zip(("the output", "its log-sum-exp"), zip(got, wanted, strict=True), strict=True))
-    )
+    rows = _sample_in_turn(_forwards, inputs)
+    if rows is not None:
+        _judge("forward", inputs, forward_errors(inputs, score, out, lse, rows))
 
 
 def check_backward(
@@ -83,9 +88,38 @@ def check_backward(
     Raises:
         TreefxError: They differ by more than rounding.
     """
-    rows = _sample(_backwards, inputs)
-    if rows is None:
-        return
+    rows = _sample_in_turn(_backwards, inputs)
+    if rows is not None:
+        _judge(
+            "backward", inputs, backward_errors(backward, grad_out, inputs, out, lse, score, buffer_grads, rows=rows)
+        )
+
+
+def forward_errors(inputs: Inputs, score: Score, out: Tensor, lse: Tensor, rows: Tensor) -> dict[str, float]:
+    """Return the relative errors of an output ``[B, H, N, Dv]`` and its log-sum-exp for some queries, by name."""
+    with torch.inference_mode(False), torch.no_grad(), exact_products():
+        wanted = reference.forward(usable_inputs(inputs), score, rows)
+    got = out[:, :, rows], lse[:, :, rows]
+    return _errors(inputs, dict(zip(("the output", "its log-sum-exp"), zip(got, wanted, strict=True), strict=True)))
+
+
+def backward_errors(
+    backward: Callable[..., Any],
+    grad_out: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    score: Score,
+    buffer_grads: Sequence[bool],
+    *,
+    rows: Tensor,
+) -> dict[str, float]:
+    """Return the relative errors of gradients, by name, where the outputs of some queries alone count.
+
+    Args:
+        backward: The implementation's, which is called with the other arguments.
+        rows: The queries.
+    """
     with torch.inference_mode(False), exact_products():
         inputs, out, lse = usable_inputs(inputs), _usable(out), _usable(lse)
         chosen = torch.zeros_like(grad_out)
@@ -94,17 +128,21 @@ def check_backward(
         *wanted, others = reference.backward(chosen, inputs, out, lse, score, buffer_grads, rows)
     names = ("dq", "dk", "dv", *(f"gradient {number}" for number in range(4, 4 + len(rest))))
     pairs = zip([*got, *rest], [*wanted, *others], strict=True)
-    _compare("backward", inputs, dict(zip(names, pairs, strict=True)), _rounding(chosen, inputs))
+    return _errors(inputs, dict(zip(names, pairs, strict=True)), _rounding(chosen, inputs))
 
 
-def _sample(turns: Iterator[int], inputs: Inputs) -> Tensor | None:
-    """Numbers of the queries that are compared, in order; None if others are due, or a CUDA graph is captured."""
+def _sample_in_turn(turns: Iterator[int], inputs: Inputs) -> Tensor | None:
+    """Numbers of the queries that are compared; None if others are due, or a CUDA graph is captured."""
     turn = next(turns)
     if turn % EVERY or (inputs.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    generator = torch.Generator().manual_seed(turn)
-    chosen = torch.randperm(inputs.q.shape[2], generator=generator)[:_QUERIES].sort().values
-    return chosen.to(inputs.q.device)
+    return sample_queries(inputs.q, turn)
+
+
+def sample_queries(q: Tensor, seed: int) -> Tensor:
+    """Return numbers of at most 64 queries of ``[B, H, N, D]``, in order; the program's random numbers stay."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(q.shape[2], generator=generator)[:_QUERIES].sort().values.to(q.device)
 
 
 def _rounding(grad_out: Tensor, inputs: Inputs) -> float:
@@ -114,13 +152,22 @@ def _rounding(grad_out: Tensor, inputs: Inputs) -> float:
     return float(torch.finfo(inputs.q.dtype).eps * summands)
 
 
-def _compare(name: str, inputs: Inputs, pairs: dict[str, tuple[Tensor, Tensor]], rounding: float = 0.0) -> None:
+def _errors(inputs: Inputs, pairs: dict[str, tuple[Tensor, Tensor]], rounding: float = 0.0) -> dict[str, float]:
     allowed = tolerance_of(inputs.q.dtype)
     errors = {part: relative_error(*pair) for part, pair in pairs.items()}
     for part, (got, wanted) in pairs.items():
         if errors[part] > allowed and float((got - wanted).float().norm()) <= rounding:
             errors[part] = 0.0
-    text = ", ".join(f"{part} by {error:.1e}" for part, error in errors.items())
+    return errors
+
+
+def listed_errors(errors: dict[str, float]) -> str:
+    """Return errors as text."""
+    return ", ".join(f"{part} by {error:.1e}" for part, error in errors.items())
+
+
+def _judge(name: str, inputs: Inputs, errors: dict[str, float]) -> None:
+    allowed, text = tolerance_of(inputs.q.dtype), listed_errors(errors)
     q = f"{inputs.q.dtype} {list(inputs.q.shape)} on {inputs.q.device}"
     if not all(error <= allowed for error in errors.values()):  # NaN is wrong too
         raise TreefxError(

@@ -1,6 +1,7 @@
 """Share inputs, dtypes and memory layouts between the operator's implementations."""
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -112,6 +113,25 @@ class Inputs:
             boundary = first
         ends = self.subtree_end[:tokens].clamp(max=tokens)
         return replace(self, q=q, k=k, v=v, subtree_end=ends, boundary=boundary)
+
+    def with_finite_numbers(self) -> "Inputs":
+        """Return the same with zeros where queries, keys or values are not finite; itself if all are."""
+        boundary = self.boundary
+        given = [self.q, self.k, self.v, *([] if boundary is None else [boundary.k, boundary.v])]
+        q, k, v, *outside = found = [_finite(x) for x in given]
+        if all(map(operator.is_, found, given)):
+            return self
+        return replace(self, q=q, k=k, v=v, boundary=boundary and replace(boundary, k=outside[0], v=outside[1]))
+
+    def first_heads(self, key_heads: int) -> "Inputs":
+        """Return the batch's first element with its first key heads, and the query heads of their groups."""
+        heads = self.q.shape[1] // self.k.shape[1] * key_heads
+        k, v = (x[:1, :key_heads] for x in (self.k, self.v))
+        boundary = self.boundary
+        if boundary is not None:
+            boundary = replace(boundary, k=boundary.k[:1, :key_heads], v=boundary.v[:1, :key_heads])
+        sinks = None if self.sinks is None else self.sinks[:heads]
+        return replace(self, q=self.q[:1, :heads], k=k, v=v, sinks=sinks, boundary=boundary)
 
     def seen_from(self) -> tuple[Tensor, ...]:
         """Return ``lo`` and ``hi`` of the boundary; nothing without one."""

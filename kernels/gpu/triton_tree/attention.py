@@ -22,7 +22,7 @@ from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned, tuning_want
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
-__all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from"]
+__all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from", "results_of"]
 
 
 def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[T
     def launch(recorder: Recorder | None = None) -> list[Tensor]:
         def run(chosen: Attention, _: Sequence[Tensor]) -> list[Tensor]:
             with recorder.recording() if recorder else nullcontext():  # the last run is the one that counts
-                return list(forward_from(chosen, chosen.sources()))
+                return results_of(chosen, [])
 
         attention = attention_of(inputs, score)
         return run(on_path(attention, path), []) if path else checked("forward", attention, [], run)
@@ -64,8 +64,7 @@ def backward(
     def launch(recorder: Recorder | None = None) -> list[Tensor]:
         def run(chosen: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
             with recorder.recording() if recorder else nullcontext():  # the last run is the one that counts
-                dq, pairs, delta = backward_from(chosen, chosen.sources(), *tensors)
-            return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
+                return results_of(chosen, tensors)
 
         attention, tensors = attention_of(inputs, score), [grad_out, out, lse]
         return run(on_path(attention, path), tensors) if path else checked("backward", attention, tensors, run)
@@ -84,6 +83,19 @@ def backward(
     if any(buffer_grads):
         rest += buffer_gradients(grad_out, inputs, score, buffer_grads)
     return dq, dk, dv, rest
+
+
+def results_of(attention: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return output and log-sum-exp; or delta, dq, dk, dv, and dk and dv from outside.
+
+    Args:
+        attention: on the path that runs.
+        tensors: in the backward, the gradient, the output and the log-sum-exp; none in the forward.
+    """
+    if not tensors:
+        return list(forward_from(attention, attention.sources()))
+    dq, pairs, delta = backward_from(attention, attention.sources(), *tensors)
+    return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
 
 
 _Kind = tuple[str, str, bool, str | None, tuple[int, ...]]

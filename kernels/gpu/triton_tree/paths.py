@@ -1,10 +1,11 @@
 """Choose the form of a kernel: Gluon or plain, one pass or two.
 
 Gluon has two passes, with bitwise deterministic results. Its one pass has not run on a device yet, so only
-``TREEFX_KERNEL_PATH=gluon_once`` selects it. Gluon, and one pass, are checked against the plain kernels in two
-passes, on the first of the tokens at hand and a gradient of random numbers, when a process first uses them for an
-attention of its kind, and again for longer lists of tiles. A form that fails to compile, or differs anywhere, gives
-way to the next form with one warning.
+``TREEFX_KERNEL_PATH=gluon_once`` selects it. Gluon, and one pass, are checked when a process first uses them for an
+attention of its kind, and again for forests of twice as many tokens: against the plain kernels in two passes, on the
+first of the tokens at hand and a gradient of random numbers; and against the reference, on a sample of the queries,
+with the lists of tiles of the whole forest. A form that fails to compile, or differs anywhere, gives way to the next
+form with one warning.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
+from treefx.kernels.checks import listed_errors, tolerance_of
 from treefx.kernels.common import Inputs, random_gradient
 from treefx.kernels.gpu.triton_tree.configs import (
     GLUON_ONE_PASS_KEYS,
@@ -24,6 +26,7 @@ from treefx.kernels.gpu.triton_tree.configs import (
     one_pass_fits,
 )
 from treefx.kernels.gpu.triton_tree.launch import Attention
+from treefx.kernels.gpu.triton_tree.own_lists import own_list_errors
 from treefx.kernels.gpu.triton_tree.support import interpreted, refuse_capture
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
 from treefx.kernels.memory import Bounded
@@ -52,7 +55,7 @@ _TOLERANCE = 0.02
 _BLOCK, _LEAST = 64, 0.1
 """Rows of a block, and of the mean size of all rows, the size that counts at least."""
 _CHECKED_TOKENS = 4096
-"""Lists of tiles of this length expose races."""
+"""They are enough for lists of tiles that expose races."""
 _ALIGNMENT = 16
 """Alignment in bytes of a tensor descriptor's start and step."""
 _FEATURES = 8
@@ -192,9 +195,9 @@ def _forms_of_gluon(name: str, attention: Attention, forced: str | None) -> Iter
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
-    """Return whether a form equals the plain kernels in two passes; checked once per kind."""
+    """Return whether a form equals the plain kernels and the reference; checked once per kind and length."""
     q, sinks, outside = attention.inputs.q, attention.inputs.sinks, attention.inputs.boundary
-    length = min(q.shape[2], _CHECKED_TOKENS).bit_length()
+    length = q.shape[2].bit_length()
     # Unseen keys from outside, as in the first part of a plan, are not launched.
     goes_on = outside is not None and attention.is_seen(attention.boundary_keys())
     kind = (attention.request, goes_on, attention.group, sinks is None, attention.node_length)
@@ -216,12 +219,12 @@ def on_path(attention: Attention, path: str) -> Attention:
 
 
 def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
-    """Compare a form with the plain kernels on the first tokens, in every block of rows."""
+    """Compare a form with the plain kernels on the first tokens, and with the reference on the whole forest."""
     few = replace(attention, inputs=attention.inputs.first_tokens(_CHECKED_TOKENS))
     parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
     if name == "backward":
         grad, *_, lse = parts
-        parts[0] = random_gradient(grad, lse)
+        parts[0], parts[-1] = random_gradient(grad, lse), lse.contiguous()  # kernels count its rows themselves
     plain = run(replace(on_path(few, "plain"), once=False), parts)
     try:
         if tuning_wanted():
@@ -230,6 +233,10 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
         errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
             problem = f"its results differ by {', '.join(f'{error:.1e}' for error in errors)}"
+        else:
+            of_all = own_list_errors(name, attention, tensors, run)
+            if not all(error <= tolerance_of(attention.inputs.q.dtype) for error in of_all.values()):
+                problem = f"with this forest's lists it differs from the reference: {listed_errors(of_all)}"
         if not _has_32_bits(attention):
             problem = "whole numbers that the score reads need more than the 32 bits it keeps"
     except torch.OutOfMemoryError:

@@ -54,8 +54,8 @@ def attend(tokens: int, impl: str = "triton", width: int = 64, **options: Any) -
 
 def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]) -> None:
     attend(200)
-    both = ["forward", *GLUON_FORWARD * 2, *BACKWARD, *GLUON_BACKWARD * 2]
-    assert LAUNCHED == both, "plain and in Gluon on the first tokens, then the call"
+    both = ["forward", *GLUON_FORWARD * 3, *BACKWARD, *GLUON_BACKWARD * 3]
+    assert LAUNCHED == both, "plain and in Gluon on the first tokens, in Gluon on all, then the call"
     LAUNCHED.clear()
     attend(200)
     assert LAUNCHED == [*GLUON_FORWARD, *GLUON_BACKWARD]
@@ -70,7 +70,7 @@ def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[s
     for tokens in (333, 1008, 4100):
         LAUNCHED.clear()
         attend(tokens, **options)
-        assert LAUNCHED.count("backward_keys") in (1, 3)
+        assert LAUNCHED.count("backward_keys") in (1, 4)
     assert len([name for name in compiled if name != "sum_parts"]) == found
 
 
@@ -81,8 +81,8 @@ def test_long_forests_take_one_pass(compiled: list[str], monkeypatch: pytest.Mon
     assert "backward_once" not in LAUNCHED
     LAUNCHED.clear()
     attend(1008)
-    both = ["forward", *BACKWARD, *ONCE, *ONCE]
-    assert LAUNCHED == both, "the forward, the forms of the backward, and what was called"
+    both = ["forward", *BACKWARD, *ONCE * 3]
+    assert LAUNCHED == both, "the forward, the forms of the backward, one of them on all tokens, and what was called"
     found = len(compiled)
     LAUNCHED.clear()
     attend(999)
@@ -108,7 +108,7 @@ def test_gluon_takes_one_pass_where_that_is_asked_for(compiled: list[str], monke
     monkeypatch.setenv("TREEFX_KERNEL_PATH", paths.GLUON_ONCE)
     LAUNCHED.clear()
     attend(1300, width=128)
-    assert LAUNCHED == [*GLUON_FORWARD, *BACKWARD, *GLUON_ONCE * 2]
+    assert LAUNCHED == [*GLUON_FORWARD, *BACKWARD, *GLUON_ONCE * 3]
     for tokens, width, deterministic in ((1300, 64, False), (200, 128, False), (1300, 128, True)):
         attend(tokens, width=width, deterministic=deterministic)
         LAUNCHED.clear()
@@ -195,10 +195,10 @@ def test_the_program_keeps_its_own_allocator(compiled: list[str]) -> None:
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
-        assert len(taken) == 2 and min(taken) > 0, "Gluon, tried and taken"
+        assert len(taken) == 3 and min(taken) > 0, "Gluon, tried twice and taken"
         _allocation._allocator.reset(token)
         tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
-    assert len(taken) == 2 and LAUNCHED[-2:] == GLUON_FORWARD
+    assert len(taken) == 3 and LAUNCHED[-2:] == GLUON_FORWARD
 
 
 def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:
@@ -206,7 +206,7 @@ def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:
     ends = torch.arange(1, 20_001)
     ends[:128] = 20_000
     torch.autograd.grad(tree_attention(q, q, q, ends, impl="triton"), q, torch.zeros_like(q))
-    assert LAUNCHED.count("sum_parts") == compiled.count("sum_parts") == 1, "the first tokens have short lists"
+    assert compiled.count("sum_parts") == 1 and LAUNCHED.count("sum_parts") == 2, "the first tokens have short lists"
 
 
 def test_tuning_measures_every_configuration_once(

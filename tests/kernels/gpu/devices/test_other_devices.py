@@ -54,7 +54,7 @@ def test_other_devices_take_the_plain_form(compiled: list[str], monkeypatch: pyt
         assert LAUNCHED == ["forward", *BACKWARD]
     LAUNCHED.clear()
     attend(1008)
-    assert LAUNCHED == ["forward", *BACKWARD, *ONCE, *ONCE]
+    assert LAUNCHED == ["forward", *BACKWARD, *ONCE * 3]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if FORMS[form] == "plain"])
