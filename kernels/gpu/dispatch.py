@@ -2,7 +2,8 @@
 
 The first tokens of a forest are a forest. So when a process first meets an attention of some kind, it runs that much
 of it on the generated kernels and on the dense reference, forward and backward. If a kernel cannot be made or differs,
-FlexAttention takes all attentions of this kind over, with one warning.
+FlexAttention takes all attentions of this kind over, with one warning. On AMD's devices, none of which has run these
+kernels yet, they run on the whole forest too, and a sample of its queries is compared.
 
 NaN and infinity stay with the tokens that see them. The plain kernels compute tiles that are not finite again by
 themselves. After a kernel in Gluon, and after one pass has added up dq, another launch does so, whose programs return
@@ -97,6 +98,8 @@ def _problem_of(inputs: Inputs, score: Score) -> str | None:
     try:
         with torch.inference_mode(False):
             errors = _errors(usable_inputs(inputs.first_tokens(_CHECKED_TOKENS)), score)
+            if torch.version.hip is not None:
+                errors |= _errors_of_all(usable_inputs(inputs), score)
     except UnsupportedError as reason:
         return reason.text
     except (InputError, torch.OutOfMemoryError):
@@ -106,6 +109,12 @@ def _problem_of(inputs: Inputs, score: Score) -> str | None:
     tolerance = tolerance_of(inputs.q.dtype)
     wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]  # NaN is wrong too
     return f"relative to the reference it is off in {', '.join(wrong)}" if wrong else None
+
+
+def _errors_of_all(inputs: Inputs, score: Score) -> dict[str, float]:
+    from treefx.kernels.gpu.triton_tree import attention
+
+    return attention.plain_errors(inputs, score)
 
 
 def _errors(inputs: Inputs, score: Score) -> dict[str, float]:

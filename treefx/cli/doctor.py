@@ -197,15 +197,12 @@ def _findings() -> dict[str, Any]:
 
 def _gpu(device: torch.device) -> str:
     """Name a device and the kernels of its attention; equal devices are listed once."""
-    import torch
-
     from treefx.kernels.gpu.triton_tree import support
 
-    capability = torch.cuda.get_device_capability(device)
     refusal = support.device_refusal(device)
-    form = "in Gluon where it can" if capability == (9, 0) else "in the plain form"
+    form = "in Gluon where it can" if support.architecture_name(device) == "9.0" else "in the plain form"
     way = f"generated kernels, {form}" if refusal is None else f"FlexAttention, as a generated kernel {refusal}"
-    return f"{support.device_name(device)}, {capability[0]}.{capability[1]}: {way}"
+    return f"{support.device_name(device)}, {support.architecture_name(device)}: {way}"
 
 
 def _show(value: Any) -> str:

@@ -15,14 +15,15 @@ from treefx.kernels.gpu.triton_tree.arguments import dense_features, forest_numb
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
+from treefx.kernels.gpu.triton_tree.own_lists import own_list_errors
 from treefx.kernels.gpu.triton_tree.paths import checked, forced_path, on_path
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
-from treefx.kernels.gpu.triton_tree.support import interpreted
+from treefx.kernels.gpu.triton_tree.support import architecture, interpreted
 from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned, tuning_wanted
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
-__all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from", "results_of"]
+__all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from", "plain_errors", "results_of"]
 
 
 def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
@@ -96,6 +97,15 @@ def results_of(attention: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(forward_from(attention, attention.sources()))
     dq, pairs, delta = backward_from(attention, attention.sources(), *tensors)
     return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
+
+
+def plain_errors(inputs: Inputs, score: Score) -> dict[str, float]:
+    """Return the relative errors of the plain form with the lists of the forest at hand, by name."""
+    attention = attention_of(inputs, score)
+    out, lse = empty_outputs(attention.inputs.q, attention.inputs.v)
+    passes = {"forward": [], "backward": [out, out, lse]}
+    found = [own_list_errors(name, attention, tensors, results_of) for name, tensors in passes.items()]
+    return {f"{name} of all tokens": error for errors in found for name, error in errors.items()}
 
 
 _Kind = tuple[str, str, bool, str | None, tuple[int, ...]]
@@ -229,13 +239,12 @@ def attention_of(inputs: Inputs, score: Score) -> Attention:
     """Return the attention on the plain path, with the configurations of the device."""
     if interpreted():
         return Attention(_dense(inputs), score, choose=_interpreted_config)
-    major, minor = torch.cuda.get_device_capability(inputs.q.device)
     return Attention(
         _dense(inputs),
         score,
         choose=BestConfig(inputs.subtree_end, inputs.q.shape[0] * inputs.k.shape[1]),
         node_length=find_node_length(inputs.subtree_end),
-        shared_limit=usable_shared_memory(10 * major + minor),
+        shared_limit=usable_shared_memory(architecture(inputs.q.device)),
     )
 
 

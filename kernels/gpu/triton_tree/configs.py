@@ -9,6 +9,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr, Score
 
 __all__ = [
+    "GFX942",
     "SHARED_MEMORY",
     "GLUON_ONE_PASS_KEYS",
     "ONE_PASS_KEYS",
@@ -19,6 +20,7 @@ __all__ = [
     "default_config",
     "one_pass_fits",
     "operations_of",
+    "product_precision",
     "usable_shared_memory",
 ]
 
@@ -72,15 +74,20 @@ class Problem:
 
 
 def usable_shared_memory(arch: int) -> int:
-    """Return the bytes of shared memory to plan with on compute capability ``arch / 10``."""
+    """Return the bytes of shared memory to plan with on compute capability ``arch / 10``, or ``GFX942``."""
     if 100 <= arch < 120:
         # Products take their operands from there too.
         return SHARED_MEMORY[100] - 34_000
     return SHARED_MEMORY.get(arch, SHARED_MEMORY[86])
 
 
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that a program may use, by compute capability times 10; Triton's compiler does not check them."""
+GFX942 = 942
+"""Stands for AMD's gfx942 (CDNA 3) where NVIDIA's architectures are compute capabilities times 10."""
+SHARED_MEMORY = {
+    **{80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376},
+    GFX942: 65_536,
+}
+"""Bytes that a program may use, by architecture; Triton's compiler does not check them."""
 
 
 @lru_cache(maxsize=256)
@@ -103,6 +110,13 @@ def chunk_widths(dtype: torch.dtype) -> tuple[int, int]:
     return (32, 64) if dtype == torch.float32 else (16, 256)
 
 
+def product_precision(dtype: torch.dtype, shared_limit: int) -> str:
+    """Return how Triton multiplies: AMD's matrix instructions take float32 unchanged, NVIDIA's three parts of it."""
+    if _is_amd(shared_limit):
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
 def default_config(problem: Problem) -> Config:
     """Return the first choice, used until tuning has found a better one."""
     return candidates(problem)[0]
@@ -115,7 +129,10 @@ def one_pass_fits(problem: Problem) -> bool:
     an A100 96 features spill 672), or they take more columns of a Blackwell's tensor memory than it has (80 features
     544 of 512). And a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
     In Gluon each group of warps multiplies 64 features of the keys, no fewer than a swizzled line of shared memory has.
+    AMD's registers have no room for it either, and hold a tile in another order than sums have.
     """
+    if _is_amd(problem.shared_limit):
+        return False
     on_hopper = problem.shared_limit == SHARED_MEMORY[90]
     widest = _ONE_PASS_HEAD if on_hopper else _ONE_PASS_HEAD_BY_WARP if _by_warp(problem) else _ONE_PASS_HEAD_BLACKWELL
     if problem.heavy or max(problem.head_dim, problem.value_dim) > widest:
@@ -135,6 +152,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     width = max(problem.head_dim, problem.value_dim)
     plain = _BY_WARP if _by_warp(problem) else _SIXTEEN_BITS
     plain = _FLOAT32 if problem.dtype == torch.float32 else plain
+    if _is_amd(problem.shared_limit):
+        plain = _AMD_FLOAT32 if problem.dtype == torch.float32 else _AMD
     found = (_GLUON if problem.path == "gluon" else plain)[problem.kernel]
     bound = next((bound for bound in found if width <= bound), max(found))
     choices = found[bound]
@@ -177,7 +196,7 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
 
     Other than on Hopper, sums are either all in registers, or in a separate memory.
     """
-    if problem.path == "gluon" or problem.dtype == torch.float32:
+    if problem.path == "gluon" or problem.dtype == torch.float32 or _is_amd(problem.shared_limit):
         return ()
     both = problem.head_dim + problem.value_dim
     if not _by_warp(problem):
@@ -190,6 +209,11 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
     return (Config(rows, keys if both <= 256 else 32, 8, 3),)
 
 
+def _is_amd(shared_limit: int) -> bool:
+    """Return whether a device is AMD's: no other has so little shared memory."""
+    return shared_limit == SHARED_MEMORY[GFX942]
+
+
 def _by_warp(problem: Problem) -> bool:
     """Return whether a device multiplies by warp, with sums in registers.
 
@@ -200,6 +224,8 @@ def _by_warp(problem: Problem) -> bool:
 
 def _shared_bytes(problem: Problem, config: Config) -> int:
     """Estimate a program's bytes of shared memory: its tile and the pipeline of the others."""
+    if _is_amd(problem.shared_limit):
+        return _local_bytes(problem, config)
     both = problem.head_dim + problem.value_dim
     by_warp = _by_warp(problem) and problem.dtype != torch.float32
     # Warps copy operands to registers; warp groups still read a tile while the next ones are loaded.
@@ -219,6 +245,20 @@ def _shared_bytes(problem: Problem, config: Config) -> int:
     return (elements + changed) * size + sums + _RESERVED
 
 
+def _local_bytes(problem: Problem, config: Config) -> int:
+    """Return what AMD's programs take at most: their own tile before the loops, or one of the others in them.
+
+    The next one waits in registers. Weights are exchanged where a warp has fewer than 32 rows.
+    """
+    by_key = problem.kernel in _BY_KEY
+    rows, columns = (config.block_n, config.block_m) if by_key else (config.block_m, config.block_n)
+    both = problem.head_dim + problem.value_dim
+    widest = 1 << (max(problem.head_dim, problem.value_dim).bit_length() - 1)  # of the pieces of a head
+    size, most = (4, chunk_widths(torch.float32)[1]) if problem.dtype == torch.float32 else (2, widest)
+    exchanged = rows * columns if rows < _ROWS_OF_AMD * config.warps else 0
+    return max(rows * min(widest, most) * size, (columns * both + exchanged) * size + _ROWS_OF_POOL)
+
+
 ONE_PASS_KEYS = 330
 """Keys a row of queries must meet before one pass over the tiles costs less than two.
 
@@ -231,6 +271,10 @@ _GLUON_ONE_PASS_HEAD = 128
 _RESERVED = 3_000
 """For reductions, masks and barriers."""
 _ROWS_OF_WARPS = 128
+_ROWS_OF_AMD = 32
+"""Rows that one warp multiplies."""
+_ROWS_OF_POOL = 512
+"""Bytes for the rows of keys from outside."""
 _LOADING_KEYS = 32
 """Keys of a tile of the forward that does not spill when every pair loads."""
 _LONG_NODE = 256
@@ -322,6 +366,40 @@ _FLOAT32: _Table = {
         96: (Config(16, 32, 4, 3), Config(16, 16, 4, 3)),
         128: (Config(32, 32, 8, 3), Config(16, 32, 8, 3)),
         256: (Config(16, 16, 8, 3),),
+    },
+}
+_AMD: _Table = {
+    "forward": {
+        128: (Config(128, 64, 4, 2), Config(128, 32, 4, 2), Config(64, 32, 4, 2)),
+        192: (Config(128, 32, 4, 2), Config(64, 32, 4, 2)),
+        256: (Config(128, 32, 4, 2), Config(64, 32, 4, 2)),
+    },
+    "backward_keys": {
+        64: (Config(32, 128, 4, 2), Config(16, 128, 4, 2)),
+        128: (Config(32, 128, 4, 1), Config(16, 64, 4, 2), Config(16, 128, 4, 1)),
+        192: (Config(16, 64, 4, 2), Config(16, 64, 4, 1)),
+        256: (Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
+    },
+    "backward_queries": {
+        128: (Config(128, 32, 4, 2), Config(128, 64, 4, 1), Config(128, 32, 4, 1)),
+        192: (Config(128, 16, 4, 2), Config(128, 32, 4, 1)),
+        256: (Config(128, 16, 4, 1), Config(64, 16, 4, 1)),
+    },
+}
+"""gfx942: 64 lanes a warp, 32 rows of a tile each. Of two stages a loop holds the next tile in registers."""
+_AMD_FLOAT32: _Table = {
+    "forward": {
+        128: (Config(128, 32, 4, 2), Config(128, 16, 4, 2)),
+        256: (Config(128, 16, 4, 2), Config(64, 16, 4, 2)),
+    },
+    "backward_keys": {
+        64: (Config(16, 128, 4, 2), Config(16, 64, 4, 2)),
+        128: (Config(16, 64, 4, 2), Config(16, 128, 4, 1)),
+        256: (Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
+    },
+    "backward_queries": {
+        128: (Config(128, 16, 4, 2), Config(128, 32, 4, 1)),
+        256: (Config(64, 16, 4, 2), Config(64, 16, 4, 1)),
     },
 }
 _SMALL = (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2), Config(16, 16, 4, 1))

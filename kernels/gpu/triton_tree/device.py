@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from treefx.kernels.gpu.triton_tree.target import takes_ptx
+
 __all__ = [
     "add_rows",
     "added_lines",
@@ -142,10 +144,12 @@ def under(query, low, size):
 def seen_or_lowest(logit, query, low, size):
     """Return the logit where :func:`under` holds, minus infinity elsewhere.
 
-    On a device the comparison and the choice are one block: apart, LLVM gathers the bits of a tile's comparisons in
-    registers and takes them out again, three instructions for each.
+    On NVIDIA's devices the comparison and the choice are one block: apart, LLVM gathers the bits of a tile's
+    comparisons in registers and takes them out again, three instructions for each.
     """
     if INTERPRETED:
+        result = tl.where(under(query, low, size), logit, float("-inf"))
+    elif not takes_ptx():
         result = tl.where(under(query, low, size), logit, float("-inf"))
     else:
         result = tl.inline_asm_elementwise(
@@ -211,6 +215,8 @@ def seen_in_tile_or_lowest(logit, query, start, low, size, ROWS: tl.constexpr, Q
         after = tl.maximum(own_before(low + size - aside, STEP, OWN) - before, 0)
         if INTERPRETED:
             result = tl.where((first <= place) & (place < after), logit, float("-inf"))
+        elif not takes_ptx():
+            result = seen_or_lowest(logit, query, low - start, size)
         else:
             OF_THREAD: tl.constexpr = logit.shape[1] // 2  # where warp groups multiply; it may have fewer elsewhere
             result = tl.inline_asm_elementwise(

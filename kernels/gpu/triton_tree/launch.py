@@ -21,7 +21,14 @@ from treefx.kernels.gpu.triton_tree.arguments import (
     strides,
 )
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_vectors, row_width
-from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, operations_of
+from treefx.kernels.gpu.triton_tree.configs import (
+    Config,
+    Problem,
+    chunk_widths,
+    default_config,
+    operations_of,
+    product_precision,
+)
 from treefx.kernels.gpu.triton_tree.expressions import HoistedValue, ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import (
     ROW_VECTORS,
@@ -294,7 +301,7 @@ class Attention:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "STAGES": config.stages,
-            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+            "PRECISION": product_precision(q.dtype, self.shared_limit),
         }
 
     def prologue(

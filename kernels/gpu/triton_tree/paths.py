@@ -27,7 +27,7 @@ from treefx.kernels.gpu.triton_tree.configs import (
 )
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.own_lists import own_list_errors
-from treefx.kernels.gpu.triton_tree.support import interpreted, refuse_capture
+from treefx.kernels.gpu.triton_tree.support import architecture, interpreted, refuse_capture
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
 from treefx.kernels.memory import Bounded
 from treefx.kernels.score import loads
@@ -101,7 +101,7 @@ def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str |
     if interpreted():
         return "Triton's interpreter runs no Gluon"
     inputs = attention.inputs
-    refusal = form_refusal(attention, torch.cuda.get_device_capability(inputs.q.device))
+    refusal = form_refusal(attention, divmod(architecture(inputs.q.device), 10))
     if refusal is not None:
         return refusal
     if not all(_aligned(tensor) for tensor in (*_read_by_boxes(inputs), *tensors)):
@@ -121,7 +121,7 @@ def form_refusal(attention: Attention, capability: tuple[int, int]) -> str | Non
 
     Args:
         attention: the attention.
-        capability: of the device.
+        capability: of the device, which is another than 9.0 for AMD's.
     """
     if capability != (9, 0):
         return "it needs compute capability 9.0"

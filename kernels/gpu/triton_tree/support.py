@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu.triton_tree.configs import GFX942
 
 __all__ = [
+    "architecture",
+    "architecture_name",
     "device_name",
     "device_refusal",
     "interpreted",
@@ -22,6 +25,7 @@ __all__ = [
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)
+_AMD = "gfx942"
 _HOPPER = 132
 _BUSY, _WAVES = 0.9, 8
 """The share of the processors that have to have a program, and how many programs of one processor are tried for it."""
@@ -39,12 +43,30 @@ def refusal(q: Tensor) -> str | None:
 
 def device_refusal(device: torch.device) -> str | None:
     """Return why the kernels run on no such device, or ``None`` if they do."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"must get tensors on an NVIDIA device, got {device}: use impl='flex'"
+    if device.type != "cuda":
+        return f"must get tensors on a GPU of NVIDIA or AMD, got {device}: use impl='flex'"
+    if torch.version.hip is not None:
+        name = architecture_name(device)
+        return None if name == _AMD else f"must run on {_AMD} where the GPU is AMD's, got {name}: use impl='flex'"
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:
         return f"must run on compute capability 8.0 or later, got {capability[0]}.{capability[1]}: use impl='flex'"
     return None
+
+
+def architecture(device: torch.device) -> int:
+    """Return a device's architecture as tables of tiles name it: compute capability times 10, or ``GFX942``."""
+    if torch.version.hip is not None:  # AMD's have a compute capability too, of other numbers
+        return GFX942
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def architecture_name(device: torch.device) -> str:
+    """Return a device's compute capability, such as ``"9.0"``, or AMD's name of it, such as ``"gfx942"``."""
+    if torch.version.hip is None:
+        return ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
 
 
 def kind_refusal(q: Tensor) -> str | None:

@@ -129,11 +129,10 @@ def _attention(node: fx.Node) -> Attention | None:
     score = Score.from_json(next(item for item in node.args if isinstance(item, str)))
     outside = [_value(item) for item in node.args[_BOUNDARY[node.target] :]]
     inputs = Inputs(q, k, v, ends, buffers, sinks, Boundary(*outside) if outside else None)
-    capability = torch.cuda.get_device_capability(q.device)
-    limit = usable_shared_memory(10 * capability[0] + capability[1])
-    attention = Attention(inputs, score, "plain", shared_limit=limit)
+    arch = support.architecture(q.device)
+    attention = Attention(inputs, score, "plain", shared_limit=usable_shared_memory(arch))
     chosen = replace(attention, path="plain" if forced_path() == "plain" else "gluon")
-    return attention if chosen.path == "plain" or form_refusal(chosen, capability) else chosen
+    return attention if chosen.path == "plain" or form_refusal(chosen, divmod(arch, 10)) else chosen
 
 
 def _value(item: Any) -> Any:
