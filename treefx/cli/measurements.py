@@ -68,10 +68,10 @@ MEASUREMENTS: Mapping[str, Mapping[str, Any]] = {
     },
     "kernel": {
         "triton": str, "kernel": str, "path": str, "dtype": str, "head_dim": int, "head_dim_v": int, "group": int,
-        "features": list[str], "registers": int, "spill_bytes": int, "shared_bytes": int, "wgmma": int, "tcgen05": int,
-        "mma": int, "setmaxnreg": bool, "race_free": bool | None, "prefetch": list[int] | None,
-        "instructions_per_logit": list[float], "overlap": list[int], "tile": str, "seconds": float,
-        "problems": list[str],
+        "features": list[str], "registers": int, "spill_bytes": int, "scalar_spills": int, "shared_bytes": int,
+        "wgmma": int, "tcgen05": int, "mma": int, "mfma": int, "setmaxnreg": bool, "race_free": bool | None,
+        "prefetch": list[int] | None, "instructions_per_logit": list[float], "overlap": list[int], "tile": str,
+        "seconds": float, "problems": list[str],
     },
     "host": {
         "kind": str, "kernels": int, "first_forward_ms": float, "first_backward_ms": float, "forward_ms": float,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from treefx.kernels.gpu.triton_tree.configs import GFX942
 from treefx.kernels.gpu.triton_tree.launch import Launch
 from treefx.tools.kernels.ahead_of_time import compile_kernel
 
@@ -26,9 +27,11 @@ class Stages(BaseException):
 
 def compile_to(last: str, launch: Launch, arch: int) -> Stages:
     """Compile the kernel of a launch up to a stage, ``"ttgir"`` or ``"ptx"``, by Triton's own stages."""
+    from triton.backends.amd.compiler import HIPBackend
     from triton.backends.nvidia.compiler import CUDABackend
 
-    found, add_stages = Stages(), CUDABackend.add_stages
+    backend_of_arch = HIPBackend if arch == GFX942 else CUDABackend
+    found, add_stages = Stages(), backend_of_arch.add_stages
 
     def add(backend: Any, stages: dict[str, Any], *given: Any) -> None:
         add_stages(backend, stages, *given)
@@ -43,7 +46,7 @@ def compile_to(last: str, launch: Launch, arch: int) -> Stages:
         return module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CUDABackend, "add_stages", add)
+        patch.setattr(backend_of_arch, "add_stages", add)
         try:
             compile_kernel(launch, arch)
         except Stages:

@@ -89,7 +89,7 @@ def _out_of_time(record: dict[str, Any]) -> bool:
 
 @bench.command()
 def kernel(
-    arch: Annotated[str, typer.Option(help="The GPU to compile for: sm_80, 86, 89, 90, 100 or 120.")] = "sm_90",
+    arch: Annotated[str, typer.Option(help="The GPU to compile for: sm_80, 86, 89, 90, 100, 120 or gfx942.")] = "sm_90",
     path: Annotated[str, typer.Option(help="plain, gluon (sm_90 only) or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the table.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every type, width, group and feature.")] = False,

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu.triton_tree.configs import GFX942
 from treefx.kernels.gpu.triton_tree.launch import Launch
+from treefx.tools.kernels import amdgcn
 from treefx.tools.kernels.barriers import races, unmet_releases, unmet_stores
 from treefx.tools.kernels.instructions import disassembled, instructions_of_loops
 from treefx.tools.kernels.operands import beside_products, overwritten_operands
@@ -30,6 +32,8 @@ _TYPES = {
     torch.int8: "*i8",
     torch.int16: "*i16",
 }
+_REGISTER = 4
+"""Bytes of a lane's register."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class CompileReport:
             only load.
         loop_instructions: what a thread executes per tile, for every loop with products (in each group of warps).
         overlap: exponentials that a thread computes while products run, for every end of all products.
+        mfma: AMD's matrix instructions.
+        scalar_spills: scalar registers (AMD) that lie in lanes of vector registers.
     """
 
     registers: int
@@ -65,15 +71,18 @@ class CompileReport:
     prefetch: tuple[int, ...] | None = None
     loop_instructions: tuple[int, ...] = ()
     overlap: tuple[int, ...] = ()
+    mfma: int = 0
+    scalar_spills: int = 0
 
 
 def compile_launch(launch: Launch, arch: int) -> CompileReport:
-    """Compile the kernel of a launch for capability ``arch / 10``, and read the result."""
-    return _report(*compile_kernel(launch, arch))
+    """Compile the kernel of a launch for capability ``arch / 10`` or ``GFX942``, and read the result."""
+    log, compiled = compile_kernel(launch, arch)
+    return _report_of_amd(compiled) if arch == GFX942 else _report(log, compiled)
 
 
 def compile_kernel(launch: Launch, arch: int) -> tuple[str, Any]:
-    """Compile the kernel of a launch for compute capability ``arch / 10``; needs no device.
+    """Compile the kernel of a launch for compute capability ``arch / 10`` or ``GFX942``; needs no device.
 
     Returns:
         What the assembler said, and Triton's compiled kernel.
@@ -92,7 +101,8 @@ def compile_kernel(launch: Launch, arch: int) -> tuple[str, Any]:
     language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = language(launch.kernel, signature, constants, attributes)
     with _assembler_log() as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+        target = GPUTarget("hip", "gfx942", 64) if arch == GFX942 else GPUTarget("cuda", arch, 32)
+        compiled = triton.compile(source, target=target, options=launch.options)
     return log.getvalue(), compiled
 
 
@@ -128,6 +138,24 @@ def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
         if isinstance(value, Tensor) or (special and value % 16 == 0):
             attributes[(parameter.num,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
+
+
+def _report_of_amd(compiled: Any) -> CompileReport:
+    text = compiled.asm["amdgcn"]
+    noted, loops = amdgcn.metadata_of(text), amdgcn.names_in_loops(amdgcn.kernel_of(text, compiled.metadata.name))
+    return CompileReport(
+        registers=noted.registers,
+        spill_bytes=_REGISTER * noted.spills,
+        shared_bytes=max(compiled.metadata.shared, noted.shared_bytes),
+        wgmma=0,
+        tcgen05=0,
+        mma=0,
+        setmaxnreg=False,
+        warnings=(),
+        loop_instructions=tuple(counts.total() for counts in loops),
+        mfma=len(re.findall(r"\bv_s?mfmac?_", text)),
+        scalar_spills=noted.scalar_spills,
+    )
 
 
 def _report(log: str, compiled: Any) -> CompileReport:

@@ -36,11 +36,13 @@ class Device:
         name: what it is called.
         capability: for which it compiles.
         processors: how many it has.
+        amd: AMD's name of its architecture, if it is one of theirs.
     """
 
     name: str
     capability: tuple[int, int]
     processors: int
+    amd: str = ""
 
 
 HOPPER = Device("a Hopper that is not there", (9, 0), 132)
@@ -51,11 +53,12 @@ class Driver:
 
     def __init__(self, device: Device) -> None:
         self.arch = 10 * device.capability[0] + device.capability[1]
+        self.amd = device.amd.partition(":")[0]
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self.arch, 32)
+        return GPUTarget("hip", self.amd, 64) if self.amd else GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -116,13 +119,13 @@ def standing_in(
         compiled(src.fn.__name__)
         return Kernel(src.fn, launched)
 
-    properties = SimpleNamespace(multi_processor_count=stands_for.processors, name=stands_for.name)
     replaced: list[tuple[Any, str, Any]] = [
         (triton.compiler, "compile", compile),
         (driver, "_active", Driver(stands_for)),
+        (torch.version, "hip", "6.4" if stands_for.amd else None),
         (torch.cuda, "get_device_capability", lambda device=None: stands_for.capability),
         (torch.cuda, "get_device_name", lambda device=None: stands_for.name),
-        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "get_device_properties", lambda device=None: _properties(stands_for)),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (fake_tensor, "init_gpu_context", lambda device: None),  # PyTorch 2.11 would start the driver
@@ -143,6 +146,10 @@ def standing_in(
         finally:
             _allocation._allocator.reset(allocator)
             _forget_kernels()
+
+
+def _properties(one: Device) -> SimpleNamespace:
+    return SimpleNamespace(multi_processor_count=one.processors, name=one.name, gcnArchName=one.amd)
 
 
 @contextmanager

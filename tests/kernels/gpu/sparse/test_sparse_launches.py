@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from treefx.kernels.gpu.triton_tree.configs import usable_shared_memory
+from treefx.kernels.gpu.triton_tree.configs import GFX942, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 from treefx.kernels.sparse import choose, chunks, fused
 from treefx.kernels.sparse.problem import Listed
@@ -97,6 +97,21 @@ def test_kernels_compile_for_hopper(case: Any, launches: list[Launch], tmp_path:
             assert report.shared_bytes <= usable_shared_memory(90), (name, report)
             if name != "restore_keys" and case[3] != torch.float32:
                 assert report.mma or report.wgmma, (name, report)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_kernels_compile_for_amd(case: Any, launches: list[Launch], tmp_path: Any) -> None:
+    """Of one architecture, where they are tried too."""
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton.backends.amd.compiler", reason="this Triton has no compiler for AMD")
+    step(given(*case))
+    assert len(launches) == 3
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        for launch in launches:
+            report = compile_launch(launch, GFX942)
+            assert report.spill_bytes == 0 and report.shared_bytes <= usable_shared_memory(GFX942), report
+            assert report.mfma or launch.kernel.__name__ == "restore_keys", (launch.kernel.__name__, report)
 
 
 def test_a_new_length_compiles_nothing(launches: list[Launch], tmp_path: Any) -> None:

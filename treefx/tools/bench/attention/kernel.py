@@ -23,7 +23,12 @@ from torch import Tensor
 
 from treefx.errors import InputError
 from treefx.kernels.common import Boundary, Inputs
-from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, one_pass_fits, usable_shared_memory
+from treefx.kernels.gpu.triton_tree.configs import (
+    GFX942,
+    SHARED_MEMORY,
+    one_pass_fits,
+    usable_shared_memory,
+)
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import PATHS, form_refusal
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_sums
@@ -43,7 +48,7 @@ __all__ = [
     "run_with_progress",
 ]
 
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120, GFX942)
 _TOKENS, _KV_HEADS = 256, 2
 _REPAIRS = ("repair_forward", "repair_backward_keys", "repair_backward_queries")
 _WITHOUT_PRODUCTS = ("prologue", "values", "sum_parts", "finish_queries", *_REPAIRS)
@@ -55,6 +60,8 @@ _OF_ROWS = 8
 """Exponentials of a thread's rows may appear next to any product; its logits have more."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
+_SCALAR_SPILL_LIMIT = 64
+"""Scalar registers of AMD's: each is written and read by one instruction, and lies in no memory."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def run_with_progress(
     """Compile the table under a progress bar.
 
     Args:
-        arch: ``"sm_90"``, say: one of :data:`ARCHITECTURES`.
+        arch: ``"sm_90"`` or ``"gfx942"``, say: one of :data:`ARCHITECTURES`.
         path: ``"plain"``, ``"gluon"`` or ``"all"``.
         quick: every tenth case only.
         full: :data:`MORE_CASES` as well.
@@ -127,18 +134,28 @@ def run_with_progress(
     """
     if path not in (*PATHS, "all"):
         raise InputError(f"path must be {', '.join(PATHS)} or all, got {path!r}")
-    number = arch.removeprefix("sm_")
-    if not number.isdecimal():
-        raise InputError(f"arch must look like sm_90, got {arch!r}")
-    if int(number) not in ARCHITECTURES:
-        known = ", ".join(f"sm_{one}" for one in ARCHITECTURES)
-        raise InputError(f"arch must be one of {known}, got {arch}: before sm_80 FlexAttention runs all attentions")
+    number = _architecture(arch)
     cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
-    compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "all" else (path,))
+    compile_case = partial(_compile_case, arch=number, paths=PATHS if path == "all" else (path,))
     with _pool(min(jobs, len(cases)), triton) as run_all:
         done = run_all(compile_case, cases)
         shown = watch(done, "compiling kernels", total=len(cases), quiet=json)
         return [record for records in shown for record in records]
+
+
+def _architecture(arch: str) -> int:
+    """Return the number of an architecture by its name.
+
+    Raises:
+        InputError: it has no tiles.
+    """
+    known = {"gfx942" if one == GFX942 else f"sm_{one}": one for one in ARCHITECTURES}
+    if arch not in known:
+        raise InputError(
+            f"arch must be one of {', '.join(known)}, got {arch}: before sm_80 FlexAttention runs "
+            "all attentions, and on other GPUs of AMD"
+        )
+    return known[arch]
 
 
 @contextmanager
@@ -178,7 +195,7 @@ def make_summary(arch: str, records: Sequence[dict[str, Any]]) -> Table:
             record["registers"],
             record["spill_bytes"],
             f"{record['shared_bytes']:,}",
-            record["wgmma"] or record["tcgen05"] or record["mma"],
+            record["wgmma"] or record["tcgen05"] or record["mma"] or record["mfma"],
             "; ".join(record["problems"]) or "ok",
         )
         for record in records
@@ -193,17 +210,18 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
     """Compile every case for one architecture.
 
     Args:
-        arch: compute capability times 10; one of :data:`ARCHITECTURES`.
+        arch: one of :data:`ARCHITECTURES`: compute capability times 10, or ``GFX942``.
         paths: which forms of the kernels; ``"gluon"`` exists for 16-bit types on 90 only.
         cases: what to compile.
 
     Yields:
         One record per kernel: ``triton`` (its version), ``kernel, path, dtype, head_dim, head_dim_v, group, features,
-        registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch,
-        instructions_per_logit, overlap, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do alike,
-        ``prefetch`` where some of them only load. ``prefetch`` has an item per loop with products,
-        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits;
-        ``overlap`` one per end of all products: the exponentials that began while any of them was under way.
+        registers, spill_bytes, scalar_spills, shared_bytes, wgmma, tcgen05, mma, mfma, setmaxnreg, race_free,
+        prefetch, instructions_per_logit, overlap, tile, seconds, problems``. ``race_free`` is ``None`` where all warps
+        do alike, ``prefetch`` where some of them only load, and for AMD, whose loops load ahead to registers.
+        ``prefetch`` has an item per loop with products, ``instructions_per_logit`` one per loop and group of warps:
+        what a thread executes for each of its logits; ``overlap`` one per end of all products: the exponentials that
+        began while any of them was under way. ``scalar_spills`` and ``mfma`` are AMD's.
     """
     import triton
 
@@ -221,7 +239,8 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
     start = time.perf_counter()
     report = compile_launch(launch, arch)
     name, config = launch.kernel.__name__, launch.config
-    threads = 32 * (config.warps if path == "plain" else _MULTIPLYING_WARPS)
+    lanes = 64 if arch == GFX942 else 32
+    threads = lanes * (config.warps if path == "plain" else _MULTIPLYING_WARPS)
     logits = config.block_m * config.block_n / threads
     return {
         "triton": triton.__version__,
@@ -234,10 +253,12 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "features": list(case.features),
         "registers": report.registers,
         "spill_bytes": report.spill_bytes,
+        "scalar_spills": report.scalar_spills,
         "shared_bytes": report.shared_bytes,
         "wgmma": report.wgmma,
         "tcgen05": report.tcgen05,
         "mma": report.mma,
+        "mfma": report.mfma,
         "setmaxnreg": report.setmaxnreg,
         "race_free": None if report.races is None else not report.races,
         "prefetch": None if report.prefetch is None else list(report.prefetch),
@@ -254,6 +275,8 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
     found = []
     if report.spill_bytes > _SPILL_LIMIT[dtype]:
         found.append(f"spills {report.spill_bytes} bytes, at most {_SPILL_LIMIT[dtype]} are allowed")
+    if report.scalar_spills > _SCALAR_SPILL_LIMIT:
+        found.append(f"spills {report.scalar_spills} scalar registers, at most {_SCALAR_SPILL_LIMIT} are allowed")
     if report.shared_bytes > SHARED_MEMORY[arch]:
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
     if report.setmaxnreg != (specialised := path != "plain" and kernel not in _WITHOUT_PRODUCTS):
@@ -269,7 +292,7 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         if not report.wgmma or report.mma:
             found.append(f"must multiply by warpgroups only, got {report.wgmma} wgmma and {report.mma} mma.sync")
         found += [f"serialises its products ({warning})" for warning in report.warnings]
-    elif not (report.tcgen05 if arch == 100 else report.mma):
+    elif not (report.tcgen05 if arch == 100 else report.mfma if arch == GFX942 else report.mma):
         found.append("has no matrix instruction")
     return found
 
