@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from transformers import LlamaModel
 
 import treefx
 from tests.batches import shared_batch
@@ -85,6 +87,62 @@ def test_a_class_is_patched_and_restored(place: str, monkeypatch: pytest.MonkeyP
         patch.setattr(found, "forward", mixing(found.forward))
         check(model, twin, packed=False)
     check(model, twin, packed=True)
+
+
+class Placed(LlamaModel):
+    """Counts columns in place of the given positions, if a switch is set."""
+
+    by_column = False
+    in_training = False
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        by_column: bool | None = None,
+        **more: Any,
+    ) -> Any:
+        columns = self.by_column if by_column is None else by_column
+        if columns or self.in_training and self.training:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, attention_mask, position_ids, **more)  # type: ignore[arg-type]
+
+
+def placed() -> Any:
+    model = double("llama", num_hidden_layers=1)
+    model.model.__class__ = Placed
+    return model
+
+
+@pytest.mark.parametrize("switch", ["attribute", "class", "argument"])
+def test_code_around_the_blocks_is_tested_again(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = placed()
+    twin = copy.deepcopy(model)
+    treefx.convert(model)
+    for by_column in (False, True, False):
+        more = {"by_column": by_column} if switch == "argument" else {}
+        if switch == "class":
+            monkeypatch.setattr(Placed, "by_column", by_column)
+        for each in (model, twin) if switch == "attribute" else ():
+            each.model.by_column = by_column
+        step = lambda run: lambda: run(**BATCH.inputs(), use_cache=False, **more).loss  # noqa: B023, E731
+        assert_close(outcome(model, step(model)), outcome(twin, step(twin)), FLOAT64)
+        packs = treefx.inspect(model).stats["ran"] == "packed"
+        assert not by_column or not packs
+    assert packs or switch == "class"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_code_of_training_is_tested_in_training(first: bool) -> None:
+    model = placed()
+    model.model.in_training = True
+    twin = copy.deepcopy(model)
+    treefx.convert(model)
+    for training in (first, not first):
+        for each in (model, twin):
+            each.train(training)
+        check(model, twin, packed=not training)
 
 
 def test_unconvert_keeps_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,8 +257,7 @@ class Hooks:
         expect_trees(True)
         # Modules on paths read the tree on the host again.
         tree = send(found.tree, ids.device, keep=True) if found.mixers else found.tree.to(ids.device)
-        kinds = self._planner.kinds_of_masks[found.kind, found.mixers]
-        return packed_inputs(given, ids[row, column], place, tree, kinds)
+        return packed_inputs(given, ids[row, column], place, tree, found.kinds_of_masks)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_call(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -69,9 +69,11 @@ class Plan:
     """Attributes and buffers in which a call leaves values that do not depend on its tokens."""
     seconds: Mapping[str, float]
     kind: tuple[str, ...] = ()
-    """The names of the arguments of the call."""
+    """The names of the arguments of the call, and its switches."""
     mixers: frozenset[str] = frozenset()
     """Names of the modules that run on the paths of the tree."""
+    kinds_of_masks: tuple[str, ...] = ()
+    """The ``kinds`` that ``packed_inputs`` takes."""
 
 
 _NO_MIXERS: frozenset[str] = frozenset()
@@ -107,8 +109,10 @@ class Planner:
         self._codes: list[Any] = []
         self._compiled: Callable[..., Any] = owner
         self._mask: Tensor | None = None
-        self.kinds_of_masks: dict[tuple[tuple[str, ...], frozenset[str]], tuple[str, ...]] = {}
-        """Of proved calls, by their kind and mixers, the ``kinds`` that ``packed_inputs`` takes."""
+        self._kinds: set[tuple[str, ...]] = set()
+        """Kinds of calls for which the code around the blocks was tested before their first trace."""
+        self._framed: weakref.WeakKeyDictionary[fx.GraphModule, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        """Traced graphs, with the form of their masks: Dynamo traces again where that code may do something else."""
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
         self._variants = Variants()
@@ -135,27 +139,30 @@ class Planner:
             key = kind, torch.is_grad_enabled(), _settings(self._owner) if self._refused else ()
             if key in self._refused:
                 raise UnsupportedError(self._refused[key])
-        if (kind, _NO_MIXERS) not in self.kinds_of_masks:
-            self._check_frame(kind, on_cpu, _NO_MIXERS)
+        if kind not in self._kinds:
+            self._check_frame(kind, on_cpu, _NO_MIXERS, self._copy.eval())
+            self._kinds.add(kind)
         found = self._traced(kind, on_cpu)
-        if isinstance(found, Plan) and (kind, found.mixers) not in self.kinds_of_masks:
-            self._check_frame(kind, on_cpu, found.mixers)
-        return found
+        if not isinstance(found, Plan):
+            return found
+        if found.captured not in self._framed:  # which draws no random numbers, so its own mode can be tested
+            self._framed[found.captured] = self._check_frame(kind, on_cpu, found.mixers, self._copy)
+        return replace(found, kinds_of_masks=self._framed[found.captured])
 
-    def _check_frame(self, kind: tuple[str, ...], given: Mapping[str, Any], mixers: frozenset[str]) -> None:
+    def _check_frame(
+        self, kind: tuple[str, ...], given: Mapping[str, Any], mixers: frozenset[str], copied: nn.Module
+    ) -> tuple[str, ...]:
         """Find a form of the mask in which the tree reaches attentions and mixers, and nothing else changes."""
         errors = []
         with lasting():
             for form in dict.fromkeys([(), self._kinds_of_layers]):
                 try:
-                    readers = self._attention | mixers
-                    check_frame(self._copy.eval(), self._blocks, given, readers=readers, kinds=form)
+                    check_frame(copied, self._blocks, given, readers=self._attention | mixers, kinds=form)
                 except UnsupportedError as error:
                     errors.append(error)
                 else:
-                    self.kinds_of_masks[kind, mixers] = form
                     self._refresh()
-                    return
+                    return form
         shown = errors[-1] if mixers else errors[0]
         self.refuse(kind, shown.text)
         raise shown
@@ -212,7 +219,7 @@ class Planner:
 
         It is tested on the made-up row of ``cache_matters``.
         """
-        key = _kind_of(given)
+        key = _kind_of(given), _settings(self._owner)
         with lasting():
             self._renew()
             if key not in self._cached:
@@ -240,7 +247,8 @@ class Planner:
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
             self._known, self._codes = modules, codes
-            self.kinds_of_masks, self._refused, self._cached = {}, {}, {}
+            self._kinds, self._refused, self._cached = set(), {}, {}
+            self._framed.clear()
             self._tables = self._found_tables = None
         self._buffers.refresh()
         return modules
@@ -291,8 +299,9 @@ def _own_code(module: nn.Module) -> Any:
 
 
 def _kind_of(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the arguments of a call: calls of one kind are proved once."""
-    return tuple(sorted([name for name, x in given.items() if x is not None]))
+    """The names of the arguments of a call, with switches and words among them: a refusal holds for one kind."""
+    shown = [f"{name}={x}" if isinstance(x, bool | str) else name for name, x in given.items() if x is not None]
+    return tuple(sorted(shown))
 
 
 def _settings(owner: nn.Module) -> tuple[Any, ...]:
