@@ -157,6 +157,49 @@ def test_a_bias_that_differs_from_head_to_head(slanted: Any) -> None:
         seam.attend_on_tree(attention, q, q, q, tree, attention.scaling)
 
 
+def one_slope(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    """Attention with one slope, a tensor that is no buffer."""
+    column = torch.arange(query.shape[2])
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling - module.slope * (column[:, None] - column)
+    scores = scores.masked_fill(column > column[:, None], HIDDEN) if mask is None else scores + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def sloping(slanted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "alibi", one_slope)
+    for layer in slanted.model.layers:
+        layer.self_attn.slope = torch.tensor(0.3, dtype=torch.float64)
+    model, twin = converted(slanted)
+    check(model, twin, lambda run: total(run, [rows()]))
+    return model, twin
+
+
+def test_a_tensor_in_an_attribute_changes(slanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, by another one, and by one that is trained: that one is refused."""
+    model, twin = sloping(slanted, monkeypatch)
+    for run in (model, twin):
+        run.model.layers[0].self_attn.slope.mul_(3)
+    check(model, twin, lambda run: total(run, [rows()]))
+    for run in (model, twin):
+        run.model.layers[0].self_attn.slope = torch.tensor(0.7, dtype=torch.float64)
+    check(model, twin, lambda run: total(run, [rows()]))
+    slope = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for run in (model, twin):
+        run.model.layers[0].self_attn.slope = 2 * slope
+    check(model, twin, lambda run: total(run, [rows()]), packed=False)
+
+
+def test_a_missed_attribute_is_found(slanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = sloping(slanted, monkeypatch)
+    monkeypatch.setattr(planner, "refresh", lambda pairs: False)
+    for run in (model, twin):
+        run.model.layers[0].self_attn.slope = torch.tensor(0.7, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="differ"):
+        check(model, twin, lambda run: total(run, [rows()]))
+
+
 def test_a_trained_bias_is_refused(slanted: Any) -> None:
     attention = slanted.model.layers[0].self_attn
     slopes = attention.slopes

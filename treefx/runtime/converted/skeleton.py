@@ -42,7 +42,6 @@ _OWN = {
     "treefx_scores",
 }
 """Attributes that a copy does not share with its original."""
-_NOT_SETTINGS = (types.MethodType, Tensor, nn.Module)
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -81,19 +80,22 @@ def codes_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def refresh(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
-    """Update the settings of copies: training, probability of dropout, switch of an adapter.
+    """Update the settings of copies: training, probability of dropout, switch of an adapter; and their tensors.
 
     Args:
         pairs: Modules and their copies.
 
     Returns:
-        Whether any has changed.
+        Whether any setting has changed.
     """
     has_changed = False
     for module, copied in pairs:
         state = copied.__dict__
         for name, value in module.__dict__.items():
-            if name in _OWN or state.get(name) is value or isinstance(value, _NOT_SETTINGS):
+            if name in _OWN or state.get(name) is value or isinstance(value, types.MethodType | nn.Module):
+                continue
+            if isinstance(value, Tensor):  # no setting: a trace reads its numbers, or that it is trained
+                state[name] = value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
                 continue
             state[name], has_changed = value, True
     return has_changed
