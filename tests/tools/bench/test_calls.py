@@ -10,9 +10,9 @@ from treefx.tools.bench.calls import ENTRIES, Walk, walked
 MOST = {
     "rows": (305, 20),
     "forest": (212, 28),
-    "converted": (254, 28),
-    "converted, head packed": (450, 33),
-    "a plan of 7 parts": (3150, 45),
+    "converted": (258, 28),
+    "converted, head packed": (454, 33),
+    "a plan of 7 parts": (3157, 46),
 }
 """Calls and files of the forward of one block; of a plan, of the whole step."""
 

@@ -191,6 +191,20 @@ def test_a_tensor_in_an_attribute_changes(slanted: Any, monkeypatch: pytest.Monk
     check(model, twin, lambda run: total(run, [rows()]), packed=False)
 
 
+def test_a_table_in_an_attribute_shares(slanted: Any) -> None:
+    """One number for each head: its size is no size of a batch."""
+    for layer in slanted.model.layers:
+        slopes = layer.self_attn.slopes
+        del layer.self_attn.slopes
+        layer.self_attn.slopes = slopes
+    model, twin = converted(slanted)
+    for padding in (None, "left"):
+        check(model, twin, lambda run, padding=padding: total(run, [rows(padding)]))  # type: ignore[misc]
+    for run in (model, twin):
+        run.model.layers[1].self_attn.slopes = run.model.layers[1].self_attn.slopes * 2
+    check(model, twin, lambda run: total(run, [rows()]))
+
+
 def test_a_missed_attribute_is_found(slanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = sloping(slanted, monkeypatch)
     monkeypatch.setattr(planner, "refresh", lambda pairs: False)

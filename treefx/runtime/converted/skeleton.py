@@ -95,10 +95,20 @@ def refresh(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
             if name in _OWN or state.get(name) is value or isinstance(value, types.MethodType | nn.Module):
                 continue
             if isinstance(value, Tensor):  # no setting: a trace reads its numbers, or that it is trained
-                state[name] = value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
+                state[name] = _of_fixed_size(value)
                 continue
             state[name], has_changed = value, True
     return has_changed
+
+
+def _of_fixed_size(value: Tensor) -> Tensor:
+    """Return a tensor in an attribute of a module as a copy has it, without what it was computed from.
+
+    Its sizes are the model's, as those of a buffer are: Dynamo would take them for sizes of a batch.
+    """
+    found = value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
+    torch._dynamo.mark_static(found)
+    return found
 
 
 class Buffers:
@@ -152,6 +162,7 @@ class _Copy:
         state["_compiled_call_impl"] = None
         if "gradient_checkpointing" in state:  # which changes no value
             state["gradient_checkpointing"] = False
+        state |= {name: _of_fixed_size(x) for name, x in state.items() if isinstance(x, Tensor)}
         made.__dict__.update(state)
         _bind_methods(module, made)
         return made
