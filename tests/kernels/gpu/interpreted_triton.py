@@ -333,7 +333,8 @@ def test_first_use_compares_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> No
 
     for _ in range(2):
         paths.checked("forward", runner, [], run)
-    assert taken == ["plain", "gluon", "gluon", "gluon"], "both on the first tokens, then what was called"
+    wanted = ["plain", "gluon", "gluon", "gluon", "gluon"]
+    assert taken == wanted, "both on the first tokens, one on all of them, then what was called"
     for factor in (1.5, float("nan")):
         taken.clear()
         with pytest.warns(RuntimeWarning, match="Gluon .* is switched off") as caught:
@@ -362,13 +363,13 @@ def test_longer_lists_are_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(chosen: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
         lengths.append(chosen.inputs.q.shape[2])
-        assert all(x.shape[2] == lengths[-1] for x in tensors)
-        return [chosen.inputs.q]
+        return list(attention.forward_from(replace(chosen, path="plain"), chosen.sources()))
 
     for tokens in (20, 30, 90, 120, 300):
         case = draw(*forest([[*range(tokens)]]))
-        paths.checked("forward", Attention(case.narrow, SCORES["plain"]), [case.grad], run)
-    assert lengths == [20, 20, 20, 30, 90, 90, 90, 120, 300]
+        runner = Attention(case.narrow, SCORES["plain"], choose=attention._interpreted_config)
+        paths.checked("forward", runner, [], run)
+    assert lengths == [*[20] * 4, 30, *[90] * 4, 120, 100, 100, 300, 300], "with the lists of 300, not of the first 100"
 
 
 def test_scores_without_a_derivative_are_refused() -> None:
