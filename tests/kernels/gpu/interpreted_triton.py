@@ -344,6 +344,24 @@ def test_first_use_compares_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> No
         assert taken == ["plain", "gluon", "plain", "plain"]
 
 
+@pytest.mark.parametrize("outside", [0, 9])
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_the_plain_form_on_the_whole_forest(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What AMD's devices do at first use; the queries of which none is compared see nothing in the backward."""
+    case = draw(*forest([[*range(90)], [*range(60), 90, 91], [*range(30), 92]]), outside=outside, sinks=bool(outside))
+    errors = attention.plain_errors(case.narrow, SCORES[name])
+    assert len(errors) >= 5 + 2 * bool(outside) and max(errors.values()) < 1e-5, errors
+    right = attention.backward_from
+
+    def wrong(*given: Any) -> Any:
+        dq, pairs, delta = right(*given)
+        return dq, [(dk, dv * 1.1) for dk, dv in pairs], delta
+
+    monkeypatch.setattr(attention, "backward_from", wrong)
+    found = attention.plain_errors(case.narrow, SCORES[name])
+    assert found["dv of all tokens"] > 0.05, found
+
+
 def test_the_check_sees_one_wrong_row_of_many() -> None:
     """Of 2,000: all rows together would be off by 1.6 %, less than the tolerance."""
     wanted = torch.randn(1, 4, 2000, 32, generator=torch.Generator().manual_seed(0))
