@@ -148,7 +148,11 @@ class CompiledGraph:
         if self._attends and forest is None:  # the model is converted: its hooks have found the tree
             return self._run_ordinary(args, None, None)
         by_column = None if forest is None else self._native.by_column(args, forest)
-        shape = self._analyses.shape(*((args,) if by_column is None else (by_column.args, (), by_column.form)))
+        shape = (
+            self._analyses.shape(args)
+            if by_column is None
+            else self._analyses.shape(by_column.args, form=by_column.form)
+        )
         if isinstance(shape, Reason):
             of_images = forest is None and shape.cause is Cause.TRACE and is_in_tower()  # it has no tokens to share
             return self._run_ordinary(args, shape if shape.text and not of_images else None, forest)

@@ -110,3 +110,16 @@ def test_forms_in_turn() -> None:
         check(model, compiled, rollouts(seed), attention_mask=ones)
         with pytest.raises(treefx.errors.ForestError, match="got other values"):
             check(model, compiled, rollouts(seed), attention_mask=lambda forest: ones(forest) + 1)
+
+
+def test_shapes_in_turn_through_inductor() -> None:
+    """One row, one token beside others, all alike, nothing shared; first without gradients."""
+    model = Tables().double()
+    compiled = compile_with(model, inner="inductor")
+    forest = treefx.Forest.from_sequences(rollouts(0))
+    with torch.inference_mode(), treefx.use(forest):
+        compiled(**forest.model_inputs())
+    model.starts[3] = 1
+    alone = [[row, *range(20, 29)] for row in range(3)]
+    for rows in ([[5, 6, 7]], [[5, 6, 7], [8], [5, 6]], [[*range(13)]] * 4, alone, rollouts(1), [[5, 6, 7]]):
+        check(model, compiled, rows)

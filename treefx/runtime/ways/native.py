@@ -99,8 +99,10 @@ class NativeRun:
         rows, numbers, others = list[int](), list[int](), False
         for i in self._given:
             x = args[i]
-            if not isinstance(x, Tensor):
-                numbers += [i] * (isinstance(x, int) and not isinstance(x, bool) and x == count)
+            if type(x) is int and x == count:
+                numbers.append(i)
+            elif not isinstance(x, Tensor):
+                continue
             elif x.shape == (1, count) and self._roles[i] == "input":
                 rows.append(i)
             else:
@@ -120,8 +122,11 @@ class NativeRun:
             result[i] = columns
         if others:
             return ByColumn(result, None)
-        form = [(kinds[i], x.dtype, x.device) if i in kinds else (type(x), x) for i in self._given for x in [result[i]]]
-        return ByColumn(result, (columns, *form))
+        form = list[Hashable]([columns])
+        for i in self._given:
+            x = result[i]
+            form.append((kinds[i], x.dtype, x.device) if i in kinds else (type(x), x))
+        return ByColumn(result, tuple(form))
 
     def run(
         self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest, form: Hashable | None
