@@ -16,6 +16,7 @@ from tests.models import double
 from tests.oracle import FLOAT64, assert_close, outcome, relative_errors
 from tests.trainers.converted.test_convert import check, converted, total
 from treefx.runtime.converted import planner, seam, variants
+from treefx.runtime.converted.skeleton import refresh, skeleton
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """Of numbers of queries [B, 1, T, 1] and keys [B, 1, 1, T]: the term added to their score, -inf where it is hidden."""
@@ -203,6 +204,16 @@ def test_a_table_in_an_attribute_shares(slanted: Any) -> None:
     for run in (model, twin):
         run.model.layers[1].self_attn.slopes = run.model.layers[1].self_attn.slopes * 2
     check(model, twin, lambda run: total(run, [rows()]))
+
+
+def test_a_value_that_a_module_keeps_is_not_held() -> None:
+    """The copy knows its shape and that it is trained; its memory is free as soon as the module lets go of it."""
+    module = torch.nn.Linear(2, 2)
+    copied = skeleton(module)
+    module.kept = module(torch.ones(3, 2))
+    assert not refresh([(module, copied)])
+    kept: Any = copied.kept
+    assert kept.shape == (3, 2) and kept.requires_grad and kept.untyped_storage().nbytes() == 4
 
 
 def test_a_missed_attribute_is_found(slanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

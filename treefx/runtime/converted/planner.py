@@ -111,8 +111,9 @@ class Planner:
         self._mask: Tensor | None = None
         self._kinds: set[tuple[str, ...]] = set()
         """Kinds of calls for which the code around the blocks was tested before their first trace."""
-        self._framed: weakref.WeakKeyDictionary[fx.GraphModule, tuple[str, ...]] = weakref.WeakKeyDictionary()
-        """Traced graphs, with the form of their masks: Dynamo traces again where that code may do something else."""
+        self._framed: weakref.WeakKeyDictionary[fx.GraphModule, dict[frozenset[str], tuple[str, ...]]]
+        self._framed = weakref.WeakKeyDictionary()
+        """Traced graphs, with the form of their masks by mixers: Dynamo traces again where that code does otherwise."""
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
         self._variants = Variants()
@@ -145,9 +146,10 @@ class Planner:
         found = self._traced(kind, on_cpu)
         if not isinstance(found, Plan):
             return found
-        if found.captured not in self._framed:  # which draws no random numbers, so its own mode can be tested
-            self._framed[found.captured] = self._check_frame(kind, on_cpu, found.mixers, self._copy)
-        return replace(found, kinds_of_masks=self._framed[found.captured])
+        forms = self._framed.setdefault(found.captured, {})
+        if found.mixers not in forms:  # it draws no random numbers, so the model's own mode can be tested
+            forms[found.mixers] = self._check_frame(kind, on_cpu, found.mixers, self._copy)
+        return replace(found, kinds_of_masks=forms[found.mixers])
 
     def _check_frame(
         self, kind: tuple[str, ...], given: Mapping[str, Any], mixers: frozenset[str], copied: nn.Module

@@ -69,13 +69,15 @@ def codes_of(modules: Iterable[nn.Module]) -> list[Any]:
         if hasattr(made, "_orig_cls_mro_index") or made.__name__.startswith("FSDP"):
             made = _class_of(module)
         found += (made, made.forward)
-        for name, value in module.__dict__.items():
-            if name != "forward" and type(value) is not types.MethodType:
-                continue
-            function = getattr(value, "__func__", value) if getattr(value, "__self__", None) is module else value
-            function = getattr(function, ORIGINAL, function)
-            if name != "forward" or function is not made.forward:
-                found += (name, function)
+        state = module.__dict__
+        if "forward" not in state and types.MethodType not in map(type, state.values()):
+            continue
+        for name, value in state.items():
+            if name == "forward" or type(value) is types.MethodType:
+                function = getattr(value, "__func__", value) if getattr(value, "__self__", None) is module else value
+                function = getattr(function, ORIGINAL, function)
+                if name != "forward" or function is not made.forward:
+                    found += (name, function)
     return found
 
 
@@ -102,11 +104,14 @@ def refresh(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
 
 
 def _of_fixed_size(value: Tensor) -> Tensor:
-    """Return a tensor in an attribute of a module as a copy has it, without what it was computed from.
+    """Return a tensor in an attribute of a module as a copy has it.
 
-    Its sizes are the model's, as those of a buffer are: Dynamo would take them for sizes of a batch.
+    Its sizes are the model's, as those of a buffer are: Dynamo would take them for sizes of a batch. One that was
+    computed from weights may be a value of tokens that is kept: in its place stands a trained tensor of one element.
     """
-    found = value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
+    found = value
+    if not value.is_leaf:
+        found = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape).requires_grad_()
     torch._dynamo.mark_static(found)
     return found
 
