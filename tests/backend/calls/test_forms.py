@@ -113,7 +113,7 @@ def test_forms_in_turn() -> None:
 
 
 def test_shapes_in_turn_through_inductor() -> None:
-    """One row, one token beside others, all alike, nothing shared; first without gradients."""
+    """One row, one token and longer rows, all alike, nothing shared; first without gradients."""
     model = Tables().double()
     compiled = compile_with(model, inner="inductor")
     forest = treefx.Forest.from_sequences(rollouts(0))
